@@ -1,0 +1,214 @@
+"""Layouts: which rank holds which part of a tensor.
+
+A layout is one `State` per mesh axis. In the even case an axis of size n that shards a dim of size N takes one
+digit of the index, in mixed radix: `Shard(dim, pre)` means
+
+    index = (major, digit, minor)   with   major < pre,  digit < n,  minor < N / (pre * n)
+
+and the rank with coordinate c holds the indices with digit == c. So `pre=1` is the ordinary contiguous shard,
+`b/(x y)` is {x: Shard(0, 1), y: Shard(0, n_x)}, and Megatron's fused `(qkv h/tp k)` is {tp: Shard(0, 3)}.
+States of different axes are independent; equal layouts compare equal; removing an axis from a layout leaves the
+others as they are. A leading factor that does not divide evenly is cut like `torch.chunk`: `Shard(dim, pre,
+uneven=size of that factor)`, where axes that cut the same factor nest in order of `pre`. `Ragged` names the units
+of each rank. Axes of size 1 are always `Whole`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from vescale_fn.sharding.mesh import MeshShape
+
+Kind = Literal["sum", "max", "min"]
+
+
+@dataclass(frozen=True, order=True)
+class Whole:
+    """Every rank along the axis holds the same value."""
+
+    def __str__(self) -> str:
+        return "whole"
+
+
+@dataclass(frozen=True, order=True)
+class Partial:
+    """The value is the sum (max, min) over the axis of what the ranks hold."""
+
+    kind: Kind = "sum"
+
+    def __str__(self) -> str:
+        return f"partial {self.kind}"
+
+
+@dataclass(frozen=True, order=True)
+class Shard:
+    """Each rank holds one digit of `dim`; see the module's text. `uneven`: size of the leading factor that is cut
+    like torch.chunk, 0 when the division is even."""
+
+    dim: int
+    pre: int = 1
+    uneven: int = 0
+
+    def __str__(self) -> str:
+        return f"shard {self.dim}" + (f" pre {self.pre}" if self.pre > 1 else "") + ("~" if self.uneven else "")
+
+
+@dataclass(frozen=True, order=True)
+class Ragged:
+    """Rank i holds units[i] of sum(units) equal pieces of `dim` (dims dim..last flattened into one when last > dim)."""
+
+    dim: int
+    units: tuple[int, ...]
+    last: int = -1
+
+    def __str__(self) -> str:
+        return f"ragged {self.dim} {list(self.units)}"
+
+
+State = Whole | Partial | Shard | Ragged
+WHOLE = Whole()
+
+
+def chunk(size: int, n: int, index: int) -> tuple[int, int]:
+    """Start and length of piece `index` when `size` rows are cut in n like torch.chunk; later pieces may be empty.
+
+    >>> [chunk(5, 4, i) for i in range(4)]
+    [(0, 2), (2, 2), (4, 1), (5, 0)]
+    """
+    step = -(-size // n)
+    start = min(index * step, size)
+    return start, min(step, size - start)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the parts of a tensor of global `shape` live on `mesh`: one state per axis, in mesh order.
+
+    >>> m = MeshShape(("dp", "tp"), (2, 4))
+    >>> l = Layout.of(m, (8, 12), {"dp": Shard(0), "tp": Shard(1)})
+    >>> l.local_shape({"dp": 0, "tp": 3})
+    (4, 3)
+    >>> l.with_state("tp", Partial()).partial
+    (('tp', 'sum'),)
+    """
+
+    mesh: MeshShape
+    shape: tuple[int, ...]
+    states: tuple[State, ...]
+
+    @staticmethod
+    def of(mesh: MeshShape, shape: Sequence[int], states: Mapping[str, State] | None = None) -> Layout:
+        """The layout with the given states; axes left out, and axes of size 1, are whole."""
+        given = states or {}
+        return Layout(
+            mesh,
+            tuple(shape),
+            tuple(WHOLE if n == 1 else given.get(a, WHOLE) for a, n in zip(mesh.names, mesh.sizes)),
+        )
+
+    def __getitem__(self, axis: str) -> State:
+        return self.states[self.mesh.names.index(axis)]
+
+    def with_state(self, axis: str, state: State) -> Layout:
+        return Layout.of(self.mesh, self.shape, {**dict(zip(self.mesh.names, self.states)), axis: state})
+
+    def with_states(self, states: Mapping[str, State]) -> Layout:
+        return Layout.of(self.mesh, self.shape, {**dict(zip(self.mesh.names, self.states)), **states})
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @cached_property
+    def partial(self) -> tuple[tuple[str, Kind], ...]:
+        """Axes with a pending reduction, and its kind."""
+        return tuple((a, s.kind) for a, s in zip(self.mesh.names, self.states) if isinstance(s, Partial))
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Every rank holds the whole value."""
+        return all(isinstance(s, Whole) for s in self.states)
+
+    @cached_property
+    def is_even(self) -> bool:
+        """All ranks hold parts of the same shape."""
+        return not any(isinstance(s, Ragged) or (isinstance(s, Shard) and s.uneven) for s in self.states)
+
+    def shards(self, dim: int) -> tuple[tuple[str, Shard], ...]:
+        """Axes that shard `dim`, major to minor."""
+        found = [(a, s) for a, s in zip(self.mesh.names, self.states) if isinstance(s, Shard) and s.dim == dim]
+        return tuple(sorted(found, key=lambda p: p[1].pre))
+
+    def intervals(self, dim: int, coords: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
+        """The (start, stop) runs of global indices of `dim` that the rank at `coords` holds, in local order.
+
+        >>> m = MeshShape(("tp",), (2,))
+        >>> Layout.of(m, (12,), {"tp": Shard(0, pre=3)}).intervals(0, {"tp": 1})
+        ((2, 4), (6, 8), (10, 12))
+        """
+        size = self.shape[dim]
+        for axis, state in zip(self.mesh.names, self.states):
+            if isinstance(state, Ragged) and state.dim == dim:
+                unit = size // max(sum(state.units), 1)
+                start = unit * sum(state.units[: coords[axis]])
+                return ((start, start + unit * state.units[coords[axis]]),)
+        runs = [(0, size)]
+        for axis, state in self.shards(dim):
+            n, c = self.mesh[axis], coords[axis]
+            if state.uneven:
+                unit = size // state.uneven if state.uneven else 0
+                ((a, b),) = runs
+                start, length = chunk((b - a) // unit, n, c) if unit else (0, 0)
+                runs = [(a + start * unit, a + (start + length) * unit)]
+            else:
+                step = size // (state.pre * n)  # length of one digit
+                runs = [r for a, b in runs for r in _digit(a, b, step, n, c)]
+        return tuple(runs)
+
+    def local_size(self, dim: int, coords: Mapping[str, int]) -> int:
+        """Extent of `dim` on the rank at `coords`."""
+        return sum(b - a for a, b in self.intervals(dim, coords))
+
+    def local_shape(self, coords: Mapping[str, int]) -> tuple[int, ...]:
+        """Shape of the part that the rank at `coords` holds."""
+        return tuple(self.local_size(d, coords) for d in range(self.ndim))
+
+    @cached_property
+    def max_local_shape(self) -> tuple[int, ...]:
+        """Shape of the part of the rank at the origin: with torch.chunk order no rank holds more."""
+        out = list(self.shape)
+        for axis, state in zip(self.mesh.names, self.states):
+            n = self.mesh[axis]
+            if isinstance(state, Shard) and not state.uneven:
+                out[state.dim] //= n
+            elif isinstance(state, Ragged):
+                out[state.dim] = out[state.dim] // max(sum(state.units), 1) * max(state.units)
+        origin = dict.fromkeys(self.mesh.names, 0)
+        for d in range(self.ndim):
+            if any(s.uneven for _, s in self.shards(d)):
+                out[d] = self.local_size(d, origin)
+        return tuple(out)
+
+    @property
+    def max_local_numel(self) -> int:
+        return math.prod(self.max_local_shape)
+
+    def __str__(self) -> str:
+        on = [f"{a}: {s}" for a, s in zip(self.mesh.names, self.states) if not isinstance(s, Whole)]
+        return f"{list(self.shape)} {{{', '.join(on)}}}"
+
+
+def _digit(start: int, stop: int, step: int, n: int, c: int) -> list[tuple[int, int]]:
+    """The sub-runs of [start, stop) whose digit (index // step) % n equals c; start is aligned to step * n unless
+    the run is itself inside one digit of a minor position."""
+    out = []
+    block = step * n
+    for base in range(start - start % block, stop, block):
+        a, b = max(start, base + c * step), min(stop, base + (c + 1) * step)
+        if a < b:
+            out.append((a, b))
+    return out
