@@ -1,0 +1,116 @@
+"""What a handler sees while one equation is rewritten for a rank, and the builder it appends local equations to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vescale_fn.program import LocalDim
+from vescale_fn.sharding.comm import AllGather, AllReduce, AllToAll, Comm, Permute, ReduceScatter, Slice, ToPartial
+from vescale_fn.sharding.graph import Eqn, Source, Var
+from vescale_fn.sharding.layout import Layout
+from vescale_fn.sharding.reshard import plan as plan_reshard
+from vescale_fn.sharding.rules.rule import Rule
+
+_SUFFIX: dict[type, str] = {
+    AllReduce: "ar",
+    AllGather: "ag",
+    ReduceScatter: "rs",
+    AllToAll: "a2a",
+    Permute: "pm",
+    Slice: "own",
+    ToPartial: "part",
+}
+
+
+@dataclass(eq=False)
+class Builder:
+    """Local equations of one graph in the making, with a layout for every Var and unique names."""
+
+    layouts: dict[Var, Layout]
+    names: set[str]
+    eqns: list[Eqn] = field(default_factory=list)
+
+    def fresh(self, name: str) -> str:
+        """`name`, or the first of name_2, name_3, ... that is free."""
+        stem, unique, i = re.sub(r"_\d+$", "", name), name, 2
+        while unique in self.names:
+            unique, i = f"{stem}_{i}", i + 1
+        self.names.add(unique)
+        return unique
+
+    def var(self, name: str, shape: Sequence[int], dtype: Any, layout: Layout | None) -> Var:
+        v = Var(self.fresh(name), tuple(shape), dtype)
+        if layout is not None:
+            self.layouts[v] = layout
+        return v
+
+    def reshard(self, v: Var, to: Layout, source: Source, phase: str) -> list[Var]:
+        """Append the collectives that bring v to layout `to`; the Vars after each step (empty when none is needed)."""
+        chain: list[Var] = []
+        for step in plan_reshard(self.layouts[v], to):
+            out = self.var(f"{v.name}_{_SUFFIX[type(step.comm)]}", v.shape, v.dtype, step.layout)
+            self.eqns.append(Eqn(step.comm, (v,), {}, (out,), source, phase))
+            chain.append(out)
+            v = out
+        return chain
+
+
+@dataclass(eq=False)
+class Context:
+    """One equation being rewritten. `ins` and `outs` are the layouts of its tensor operand slots, as delivered, and
+    of its results, as required; `letters` maps a mesh axis to the letter of `rule` that it shards."""
+
+    builder: Builder
+    eqn: Eqn
+    rule: Rule | None
+    ins: tuple[Layout, ...]
+    outs: tuple[Layout, ...]
+    letters: Mapping[str, str]
+
+    def emit(
+        self,
+        op: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        layouts: Sequence[Layout] | None = None,
+        shapes: Sequence[Sequence[int]] | None = None,
+        dtypes: Sequence[Any] | None = None,
+    ) -> tuple[Var, ...]:
+        """Append a local equation; its results default to those of the global equation."""
+        layouts = self.outs if layouts is None else layouts
+        if shapes is None:
+            shapes = (
+                [v.shape for v in self.eqn.outs] if len(layouts) == len(self.eqn.outs) else [x.shape for x in layouts]
+            )
+        dtypes = [v.dtype for v in self.eqn.outs] if dtypes is None else dtypes
+        names = [v.name for v in self.eqn.outs] + [self.eqn.outs[0].name] * max(0, len(layouts) - len(self.eqn.outs))
+        outs = tuple(self.builder.var(n, s, d, x) for n, s, d, x in zip(names, shapes, dtypes, layouts))
+        self.builder.eqns.append(Eqn(op, tuple(args), dict(kwargs or {}), outs, self.eqn.source, self.eqn.phase))
+        return outs
+
+    def comm(self, comm: Comm, v: Var, layout: Layout) -> Var:
+        """Append one collective on v."""
+        out = self.builder.var(f"{v.name}_{_SUFFIX[type(comm)]}", v.shape, v.dtype, layout)
+        self.builder.eqns.append(Eqn(comm, (v,), {}, (out,), self.eqn.source, self.eqn.phase))
+        return out
+
+    def reshard(self, v: Var, to: Layout) -> Var:
+        """v in layout `to`."""
+        return ([v] + self.builder.reshard(v, to, self.eqn.source, self.eqn.phase))[-1]
+
+    def local_shape(self, layout: Layout) -> tuple[Any, ...]:
+        """The local shape of a tensor of this layout, as arguments: ints, and LocalDim where an axis cuts the dim."""
+        return tuple(local_dim(layout, d) for d in range(layout.ndim))
+
+
+Handler = Callable[[Context, tuple[Any, ...], dict[str, Any]], tuple[Var, ...]]
+
+
+def local_dim(layout: Layout, dim: int) -> int | LocalDim:
+    """The local extent of a dim: an int when every rank holds the same, whatever its coordinates."""
+    if layout.is_even:
+        return layout.max_local_shape[dim]
+    return LocalDim(layout, dim)

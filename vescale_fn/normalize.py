@@ -1,0 +1,55 @@
+"""The first rewriting of a traced graph: operations that read only a tensor's metadata lose that operand.
+
+`zeros_like(logits)` needs no logits; left as it is, it would tie the layout of its result to a tensor it never reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from vescale_fn.sharding.graph import Eqn, Graph, Var
+
+aten = torch.ops.aten
+
+_FILLED: dict[Any, Any] = {
+    aten.zeros_like.default: 0,
+    aten.ones_like.default: 1,
+    aten.empty_like.default: 0,
+    aten.new_zeros.default: 0,
+    aten.new_ones.default: 1,
+    aten.new_empty.default: 0,
+    aten.new_empty_strided.default: 0,
+    aten.zeros.default: 0,
+    aten.ones.default: 1,
+}
+
+
+def _filled(e: Eqn) -> Eqn:
+    value = _FILLED[e.op] if e.op in _FILLED else e.args[-1]
+    out = e.outs[0]
+    kwargs = {"dtype": out.dtype, "device": e.kwargs.get("device") or torch.device("cpu")}
+    return replace(e, op=aten.full.default, args=(out.shape, value), kwargs=kwargs)
+
+
+def drop_metadata_reads(graph: Graph) -> Graph:
+    """Factories that take their shape from a tensor become `full`."""
+    fills = {*_FILLED, aten.full_like.default, aten.new_full.default}
+    return replace(graph, eqns=tuple(_filled(e) if e.op in fills else e for e in graph.eqns))
+
+
+def used(graph: Graph) -> set[Var]:
+    """Vars that reach an output."""
+    alive = {v for v in graph.outputs if isinstance(v, Var)}
+    for e in reversed(graph.eqns):
+        if any(v in alive for v in e.outs):
+            alive.update(e.reads)
+    return alive
+
+
+def drop_dead(graph: Graph) -> Graph:
+    """Equations whose results nobody reads are dropped."""
+    alive = used(graph)
+    return replace(graph, eqns=tuple(e for e in graph.eqns if any(v in alive for v in e.outs)))

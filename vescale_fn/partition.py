@@ -1,0 +1,134 @@
+"""Partition: from a global graph and its plan to the program of one rank.
+
+Each equation gets its operands in the layouts the plan asks for (collectives are inserted where a value has another,
+once per value and layout) and is rewritten for local tensors by its handler. Sub-programs are partitioned in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vescale_fn.localize import HANDLERS, Builder, Context
+from vescale_fn.primitives import RESHARD
+from vescale_fn.program import Program
+from vescale_fn.sharding.cost import chain_bytes
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Source, Var
+from vescale_fn.sharding.layout import Layout
+from vescale_fn.sharding.plan import Plan
+from vescale_fn.sharding.reshard import plan as plan_reshard
+from vescale_fn.sharding.rules.rule import Rule
+
+RuleFor = Callable[[Eqn], Rule | None]
+
+
+def partition(plan: Plan, rule_for: RuleFor) -> Program:
+    """The program of one rank for a solved graph."""
+    layouts: dict[Var, Layout] = {}
+    graph = _Partitioner(plan, rule_for, layouts, set()).graph(plan.graph, plan.outputs)
+    return Program(plan.mesh, graph, layouts, messages=plan.messages)
+
+
+def slice_layout(layout: Layout) -> Layout:
+    """The layout of x[i] for x of `layout`, whose dim 0 is whole."""
+    return _shift(layout, layout.shape[1:], -1)
+
+
+def stack_layout(layout: Layout, length: int) -> Layout:
+    """The layout of `length` values of `layout`, stacked on a new dim 0."""
+    return _shift(layout, (length, *layout.shape), 1)
+
+
+def _shift(layout: Layout, shape: Sequence[int], by: int) -> Layout:
+    states = {
+        a: replace(s, dim=s.dim + by) if hasattr(s, "dim") else s  # Whole and Partial have no dim
+        for a, s in zip(layout.mesh.names, layout.states)
+    }
+    return Layout.of(layout.mesh, shape, states)
+
+
+@dataclass(eq=False)
+class _Partitioner:
+    plan: Plan
+    rule_for: RuleFor
+    layouts: dict[Var, Layout]  # of every local Var, shared with sub-programs
+    names: set[str]
+    local: dict[Var, Var] = field(default_factory=dict)  # global Var -> local Var in its own layout
+    obtained: dict[Var, list[Var]] = field(default_factory=dict)  # global Var -> the same value in all layouts at hand
+    builder: Builder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.builder = Builder(self.layouts, self.names)
+
+    def graph(self, graph: Graph, outputs: Sequence[Layout | None]) -> Graph:
+        inputs = tuple(
+            self.define(v, self.builder.var(v.name, v.shape, v.dtype, self.plan.values.get(v))) for v in graph.inputs
+        )
+        for e in graph.eqns:
+            self.equation(e)
+        last = graph.eqns[-1] if graph.eqns else None
+        source, phase = (last.source, last.phase) if last else (Source(), "forward")
+        results = tuple(
+            self.convert(v, to, source, phase) if isinstance(v, Var) and to is not None else self.local.get(v, v)
+            for v, to in zip(graph.outputs, outputs)
+        )
+        return Graph(inputs, tuple(self.builder.eqns), results)
+
+    def define(self, v: Var, local: Var) -> Var:
+        self.local[v] = local
+        self.obtained[v] = [local]
+        return local
+
+    def convert(self, v: Var, to: Layout, source: Source, phase: str) -> Var:
+        """The local Var that holds v in layout `to`, from the cheapest layout in which v is at hand."""
+        have = self.obtained[v]
+        for h in have:
+            if self.layouts[h] == to:
+                return h
+        start = min(have, key=lambda h: chain_bytes(plan_reshard(self.layouts[h], to), v.dtype))
+        have += self.builder.reshard(start, to, source, phase)
+        return have[-1]
+
+    def equation(self, e: Eqn) -> None:
+        ins = self.plan.operands[e]
+        slots = iter(zip(e.operands, ins))
+
+        def deliver(v: Var) -> Any:
+            if not v.is_tensor:
+                return self.local[v]
+            operand, layout = next(slots)
+            return self.convert(operand, layout, e.source, e.phase)
+
+        local = e.with_args(deliver)
+        outs = tuple(self.plan.values[v] for v in e.outs if v.is_tensor)
+        ctx = Context(self.builder, e, None, ins, outs, self.plan.letters.get(e, {}))
+        for v, result in zip(e.outs, self.rewrite(ctx, local), strict=True):
+            self.define(v, result)
+
+    def rewrite(self, ctx: Context, local: Eqn) -> tuple[Var, ...]:
+        """Local equations for one global equation; its results."""
+        e = ctx.eqn
+        if isinstance(e.op, (Scan, Call)):
+            return ctx.emit(self.sub_program(e), local.args, local.kwargs)
+        if e.op is RESHARD:  # the constraint has done its work: the operand arrives in its layout
+            return (local.args[0],)
+        if not all(v.is_tensor for v in e.outs):
+            return ctx.emit(e.op, local.args, local.kwargs, [None] * len(e.outs))  # type: ignore[list-item]
+        handler = HANDLERS.get(e.op)
+        if handler is None or not (ctx.letters or _has_state(ctx)):
+            return ctx.emit(e.op, local.args, local.kwargs)
+        ctx.rule = self.rule_for(e)
+        return handler(ctx, local.args, local.kwargs)
+
+    def sub_program(self, e: Eqn) -> Scan | Call:
+        """The sub-program of e with a body of local equations."""
+        op, outs = e.op, [self.plan.values.get(v) for v in e.outs]
+        if isinstance(op, Scan):
+            outs[op.num_carry :] = [slice_layout(x) if x is not None else None for x in outs[op.num_carry :]]
+        body = _Partitioner(self.plan, self.rule_for, self.layouts, self.names).graph(op.body, outs)
+        return replace(op, body=body)
+
+
+def _has_state(ctx: Context) -> bool:
+    return not all(x.is_whole for x in (*ctx.ins, *ctx.outs))
