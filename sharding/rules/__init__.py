@@ -1,0 +1,20 @@
+"""The table of factor rules: families combined into one mapping, and the look-up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from vescale_fn.sharding.graph import Eqn
+from vescale_fn.sharding.rules.registry import Entry
+from vescale_fn.sharding.rules.rule import Rule
+
+RULES: Mapping[Any, Entry] = MappingProxyType({})
+
+
+def rule_for(eqn: Eqn, extra: Mapping[Any, Entry] = MappingProxyType({})) -> Rule | None:
+    """The rule of an equation, bound to its shapes, or None for an operation without one (its operands and results
+    are whole on every rank). `extra`: entries the user registered, which come first."""
+    entry = extra.get(eqn.op) or RULES.get(eqn.op)
+    return entry(eqn) if entry else None

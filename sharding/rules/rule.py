@@ -30,11 +30,14 @@ class Rule:
     sizes: global size of each letter.
     whole: letters that must not be sharded.
     linear: groups of operand slots. If all operands of one group are partial sums (and the others whole), the
-        results are partial sums. mul is ({0}, {1}): linear in each alone; add is ({0, 1},): linear in both together.
+        results are partial sums. mul is ({0}, {1}): linear in each alone; add is ({0, 1},): linear in both together;
+        zeros is ({},): nothing is asked, its result already is a partial sum.
     through: operand slots through which partial values of any kind pass unchanged (views, clones, slices).
     reduces: how a letter missing from a result is pending there; "sum" when not named.
     masked: letters whose operand holds indices into it, or whose global position matters: partition rewrites the
         local operation (offset and mask).
+    unread: operand slots of which only shape and dtype are read (zeros_like): any layout will do. Their dims have
+        no letters.
     """
 
     operands: tuple[Dims, ...]
@@ -45,6 +48,7 @@ class Rule:
     through: frozenset[int] = frozenset()
     reduces: Mapping[str, Kind] = field(default_factory=dict)
     masked: frozenset[str] = frozenset()
+    unread: frozenset[int] = frozenset()
 
     def __str__(self) -> str:
         def dims(ds: Dims) -> str:

@@ -1,0 +1,292 @@
+"""How rules are written down: the notation bound to an equation, and the entries of the rule tables.
+
+A family module is data: a mapping from operation to an entry, which is anything that makes a `Rule` of an `Eqn`.
+Most are a line of notation, `form("m k, k n -> m n", linear=[{0}, {1}])`; operations whose dims depend on their
+arguments have a function. `vescale_fn.sharding.rules` puts the families together.
+
+An operand may carry its argument's name, `form("input: b !c, weight: !c -> b !c")`: such operands may be absent
+(None) in a call, and `linear` and `through` may then name them instead of giving a slot.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vescale_fn.sharding.graph import Eqn, op_name, vars_in
+from vescale_fn.sharding.layout import Kind
+from vescale_fn.sharding.rules.notation import ELLIPSIS, Pattern, RuleError, fresh_letters, parse_pattern, spell
+from vescale_fn.sharding.rules.rule import Dims, Rule
+
+Entry = Callable[[Eqn], Rule | None]
+Slots = Iterable[int | str]  # operand slots, or names of arguments
+Shapes = tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]  # of the operands, of the results
+
+# --- binding to shapes ------------------------------------------------------------------------------------------
+
+
+def parse_rule(
+    text: str,
+    eqn: Eqn | Shapes,
+    *,
+    linear: Iterable[Slots] = (),
+    through: Slots = (),
+    masked: Iterable[str] = (),
+    reduces: Mapping[str, Kind] | None = None,
+) -> Rule:
+    """The rule that `text` spells (see `rule.py` for the notation), bound to the shapes of an equation.
+
+    `eqn`: the equation, or (operand shapes, result shapes). Every tensor operand must have letters. Dims of size
+    one become `()`: they cannot be sharded, and broadcast. Raises RuleError where text and shapes do not fit.
+
+    >>> str(parse_rule("... k, k n -> ... n", ([(2, 3, 4), (4, 5)], [(2, 3, 5)]), linear=[{0}, {1}]))
+    'a b k, k n -> a b n'
+    >>> parse_rule("(b t) d -> b t d", ([(12, 5)], [(3, 4, 5)])).sizes
+    {'d': 5, 'b': 3, 't': 4}
+    """
+    pattern = parse_pattern(text)
+    slots = operand_slots(eqn) if isinstance(eqn, Eqn) else {}
+    shapes, results = _shapes(eqn)
+    dims = _operand_dims(text, pattern, slots, len(shapes), eqn)
+    if len(pattern.results) != len(results):
+        raise _misfit(text, eqn, f"it states {len(pattern.results)} results where there are {len(results)}")
+    sides = _expand(text, eqn, [*dims, *pattern.results], [*shapes, *results])
+    sizes = _sizes(text, eqn, sides, [*shapes, *results])
+    return make_rule(
+        [_trim(d, s, sizes) for d, s in zip(sides, shapes)],
+        [_trim(d, s, sizes) for d, s in zip(sides[len(shapes) :], results)],
+        sizes,
+        whole=pattern.whole,
+        linear=[g for g in (_slot_set(group, slots) for group in linear) if g is not None],
+        through=_slot_set(through, slots, partly=True) or (),
+        masked=masked,
+        reduces=reduces or {},
+        eqn=eqn if isinstance(eqn, Eqn) else None,
+    )
+
+
+def make_rule(
+    operands: Sequence[Dims],
+    results: Sequence[Dims],
+    sizes: Mapping[str, int],
+    *,
+    whole: Iterable[str] = (),
+    linear: Iterable[Iterable[int]] = (),
+    through: Iterable[int] = (),
+    masked: Iterable[str] = (),
+    reduces: Mapping[str, Kind] | None = None,
+    unread: Iterable[int] = (),
+    eqn: Eqn | None = None,
+) -> Rule:
+    """A rule from letters, in normal form: factors of size one are dropped, and so is all that is said of letters
+    that are not there. `eqn`, where given, drops groups that are not linear in the dtypes at hand."""
+    keep = {x for dims in (*operands, *results) for d in dims for x in d if sizes[x] != 1}
+
+    def kept(side: Sequence[Dims]) -> tuple[Dims, ...]:
+        return tuple(tuple(tuple(x for x in d if x in keep) for d in dims) for dims in side)
+
+    groups = (frozenset(g) for g in linear)
+    return Rule(
+        kept(operands),
+        kept(results),
+        {x: n for x, n in sizes.items() if x in keep},
+        whole=frozenset(whole) & keep,
+        linear=tuple(g for g in groups if eqn is None or _adds(eqn, g)),
+        through=frozenset(through),
+        reduces={x: k for x, k in (reduces or {}).items() if x in keep},
+        masked=frozenset(masked) & keep,
+        unread=frozenset(unread),
+    )
+
+
+def _adds(eqn: Eqn, group: frozenset[int]) -> bool:
+    """Whether sums survive the dtypes from `group` to the results: bool has no sums, and integers made of floats
+    were rounded."""
+    ins = [eqn.operands[i].dtype for i in group]
+    return all(
+        out.dtype is not torch.bool and (is_inexact(out.dtype) or not any(is_inexact(i) for i in ins))
+        for out in eqn.outs
+    )
+
+
+def is_inexact(dtype: torch.dtype) -> bool:
+    """Floating or complex."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _shapes(eqn: Eqn | Shapes) -> Shapes:
+    if isinstance(eqn, Eqn):
+        return [v.shape for v in eqn.operands], [v.shape for v in eqn.outs]
+    return eqn
+
+
+def _misfit(text: str, eqn: Eqn | Shapes, why: str) -> RuleError:
+    shapes, results = _shapes(eqn)
+    of = f"{op_name(eqn.op)} of " if isinstance(eqn, Eqn) else ""
+    listed = ", ".join(str(list(s)) for s in shapes) or "no tensors"
+    return RuleError(
+        f"The rule {text!r} does not fit {of}{listed} -> {', '.join(str(list(s)) for s in results)}: {why}."
+    )
+
+
+def _operand_dims(
+    text: str, pattern: Pattern, slots: Mapping[str, tuple[int, ...]], n: int, eqn: Eqn | Shapes
+) -> list[tuple[Any, ...]]:
+    """The pattern of each operand slot; named operands that are absent are left out."""
+    if not any(name for name, _ in pattern.operands):
+        if len(pattern.operands) != n:
+            raise _misfit(text, eqn, f"it covers {len(pattern.operands)} tensor operands where there are {n}")
+        return [dims for _, dims in pattern.operands]
+    found = {slot: dims for name, dims in pattern.operands for slot in slots.get(name, ())}
+    uncovered = sorted(name for name, where in slots.items() if any(s not in found for s in where))
+    if uncovered:
+        raise _misfit(text, eqn, f"the tensor operand {uncovered[0]!r} has no letters")
+    return [found[slot] for slot in range(n)]
+
+
+def _expand(
+    text: str, eqn: Eqn | Shapes, sides: Sequence[tuple[Any, ...]], shapes: Sequence[Sequence[int]]
+) -> list[Dims]:
+    """`...` replaced by letters, shared by all and aligned to the right."""
+    lengths = []
+    for dims, shape in zip(sides, shapes):
+        extra = len(shape) - len(dims) + dims.count(ELLIPSIS)
+        if extra < 0 or (extra and ELLIPSIS not in dims):
+            raise _misfit(text, eqn, f"{spell(dims)!r} does not have the {len(shape)} dims of {list(shape)}")
+        lengths.append(extra)
+    taken = {x for dims in sides for d in dims if d != ELLIPSIS for x in d}
+    letters = fresh_letters(taken)
+    lead = [(next(letters),) for _ in range(max(lengths, default=0))]
+    out: list[Dims] = []
+    for dims, n in zip(sides, lengths):
+        at = dims.index(ELLIPSIS) if ELLIPSIS in dims else len(dims)
+        out.append((*dims[:at], *lead[len(lead) - n :], *dims[at + 1 :]))
+    return out
+
+
+def _sizes(text: str, eqn: Eqn | Shapes, sides: Sequence[Dims], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+    """The size of each letter. Dims of one letter first, then groups of which one size is unknown."""
+    sizes: dict[str, int] = {}
+    dims = [(d, n) for side, shape in zip(sides, shapes) for d, n in zip(side, shape)]
+    for d, n in dims:
+        if len(d) == 1:
+            sizes[d[0]] = n if sizes.get(d[0], 1) == 1 else sizes[d[0]]
+    groups = [(d, n) for d, n in dims if len(d) > 1]
+    for _ in groups:
+        for d, n in groups:
+            unknown = [x for x in d if x not in sizes]
+            known = math.prod(sizes[x] for x in d if x in sizes)
+            if len(unknown) == 1 and known and n % known == 0:
+                sizes[unknown[0]] = n // known
+    for d, n in dims:
+        missing = [x for x in d if x not in sizes]
+        if missing:
+            raise _misfit(text, eqn, f"the sizes of {' and '.join(missing)} in {spell((d,))!r} are not known")
+        if n != math.prod(sizes[x] for x in d) and not (n == 1 and len(d) == 1):
+            raise _misfit(text, eqn, f"{spell((d,))!r} has size {math.prod(sizes[x] for x in d)} and {n}")
+    return sizes
+
+
+def _trim(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Dims:
+    """`dims` with `()` where the tensor has size one, be it broadcast or not."""
+    return tuple(() if n == 1 else d for d, n in zip(dims, shape))
+
+
+# --- arguments --------------------------------------------------------------------------------------------------
+
+
+def bound_args(eqn: Eqn) -> dict[str, Any]:
+    """The arguments of an equation by name, with defaults filled in. Tensors are Vars."""
+    if not isinstance(eqn.op, torch._ops.OpOverload):
+        bound = inspect.signature(eqn.op).bind(*eqn.args, **eqn.kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+    declared = eqn.op._schema.arguments
+    given = {**{a.name: v for a, v in zip(declared, eqn.args)}, **eqn.kwargs}
+    return {a.name: given.get(a.name, a.default_value) for a in declared}
+
+
+def operand_slots(eqn: Eqn) -> dict[str, tuple[int, ...]]:
+    """For each argument that holds tensors, its slots in `eqn.operands`."""
+    names = _argument_names(eqn.op)
+    given = [*zip(names, eqn.args), *eqn.kwargs.items()]
+    out: dict[str, tuple[int, ...]] = {}
+    start = 0
+    for name, value in given:
+        n = sum(v.is_tensor for v in vars_in(value))
+        if n:
+            out[name] = tuple(range(start, start + n))
+        start += n
+    return out
+
+
+def _argument_names(op: Any) -> list[str]:
+    if isinstance(op, torch._ops.OpOverload):
+        return [a.name for a in op._schema.arguments]
+    return list(inspect.signature(op).parameters) if callable(op) else []
+
+
+def _slot_set(group: Slots, slots: Mapping[str, tuple[int, ...]], partly: bool = False) -> frozenset[int] | None:
+    """The slots of `group`, names resolved. A name that is absent leaves its group without meaning (None), or is
+    left out when `partly`."""
+    out: set[int] = set()
+    for g in group:
+        if isinstance(g, int):
+            out.add(g)
+        elif g in slots:
+            out.update(slots[g])
+        elif not partly:
+            return None
+    return frozenset(out)
+
+
+# --- entries ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Form:
+    """An entry written in notation; calling it binds it to an equation."""
+
+    text: str
+    linear: tuple[frozenset[int | str], ...] = ()
+    through: frozenset[int | str] = frozenset()
+    masked: frozenset[str] = frozenset()
+    reduces: tuple[tuple[str, Kind], ...] = ()
+
+    def __call__(self, eqn: Eqn) -> Rule:
+        return parse_rule(
+            self.text,
+            eqn,
+            linear=self.linear,
+            through=self.through,
+            masked=self.masked,
+            reduces=dict(self.reduces),
+        )
+
+
+def form(
+    text: str,
+    *,
+    linear: Iterable[Slots] = (),
+    through: Slots = (),
+    masked: Iterable[str] = (),
+    reduces: Mapping[str, Kind] | None = None,
+) -> Form:
+    """An entry of a rule table in notation; see `Rule` for the keywords.
+
+    >>> form("m k, k n -> m n", linear=[{0}, {1}]).text
+    'm k, k n -> m n'
+    """
+    parse_pattern(text)
+    return Form(
+        text,
+        tuple(frozenset(g) for g in linear),
+        frozenset(through),
+        frozenset(masked),
+        tuple((reduces or {}).items()),
+    )
