@@ -1,0 +1,21 @@
+"""Optimization: program to program, each pass value preserving and on its own."""
+
+from __future__ import annotations
+
+from vescale_fn.passes.bucket import bucket
+from vescale_fn.passes.common import share_common
+from vescale_fn.passes.dead import drop_dead_equations
+from vescale_fn.passes.early import reduce_early
+from vescale_fn.program import Program
+
+PASSES = (share_common, drop_dead_equations, reduce_early, bucket)
+
+
+def optimize(program: Program) -> Program:
+    """Every pass, in order."""
+    for run in PASSES:
+        program = run(program)
+    return program
+
+
+__all__ = ["PASSES", "bucket", "drop_dead_equations", "optimize", "reduce_early", "share_common"]

@@ -1,0 +1,12 @@
+"""Equations whose results nobody reads are dropped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vescale_fn.normalize import drop_dead
+from vescale_fn.program import Program
+
+
+def drop_dead_equations(program: Program) -> Program:
+    return replace(program, graph=drop_dead(program.graph))

@@ -1,0 +1,168 @@
+"""From the arguments of a call to what the lowering needs: layouts of inputs and outputs, roles, donation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vescale_fn import errors
+from vescale_fn.arguments import CallArguments, Signature, leaf_key, unwrap_static
+from vescale_fn.array import Array
+from vescale_fn.continuation import OutputLeaf, continued
+from vescale_fn.lowering import Request
+from vescale_fn.sharding.graph import Var
+from vescale_fn.sharding.layout import Layout
+from vescale_fn.sharding.mesh import Mesh
+from vescale_fn.shardings import layouts_for
+from vescale_fn.trace import Aval, Traced, trace_flat
+from vescale_fn.tree import flatten, unflatten
+
+
+@dataclass(frozen=True, eq=False)
+class Shardings:
+    """The keyword arguments of pjit that say where things live."""
+
+    mesh: Mesh | None
+    inputs: Any
+    outputs: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """A traced call: `dynamic` are the argument leaves that became inputs of the graph, in order."""
+
+    traced: Traced
+    dynamic: tuple[int, ...]
+    out_treedef: Any
+
+
+def trace_call(signature: Signature, call: CallArguments) -> Staged:
+    """Trace the function on the types of the call's leaves."""
+    dynamic = tuple(i for i, x in enumerate(call.leaves) if not isinstance(leaf_key(x), tuple))
+    out: dict[str, Any] = {}
+
+    def flat_fn(*values: Any) -> list[Any]:
+        leaves = [unwrap_static(x) for x in call.leaves]
+        for i, v in zip(dynamic, values, strict=True):
+            leaves[i] = v
+        args, kwargs = unflatten(call.treedef, leaves)
+        results, out["treedef"] = flatten(signature.fn(*args, **kwargs))
+        return results
+
+    avals = [_aval(call.leaves[i]) for i in dynamic]
+    traced = trace_flat(flat_fn, avals, names=[call.paths[i] for i in dynamic], fn_name=signature.name)
+    return Staged(traced, dynamic, out["treedef"])
+
+
+def _aval(x: Any) -> Any:
+    if isinstance(x, float):
+        return float
+    device = x.mesh.device_of(0) if isinstance(x, Array) else str(x.device)
+    return Aval(tuple(x.shape), x.dtype, device)
+
+
+def request_of(
+    signature: Signature, shardings: Shardings, call: CallArguments, staged: Staged, rules: dict[Any, Any]
+) -> Request:
+    """What the traced call is lowered for."""
+    mesh = mesh_of(signature, shardings, call)
+    fixed = _input_layouts(signature, shardings, call, staged, mesh)
+    captured = tuple(x.layout if isinstance(x, Array) else None for x in staged.traced.captured)
+    continues = _continues(signature, call, staged)
+    outputs = _output_layouts(shardings, staged, continues, fixed, mesh)
+    roles = _roles(signature, call, staged, frozenset(continues.values()))
+    donated = frozenset(k for k, i in enumerate(staged.dynamic) if call.tops[i] in signature.donated)
+    return Request(mesh, (*fixed, *captured), outputs, (*roles, *["state"] * len(captured)), continues, donated, rules)
+
+
+def mesh_of(signature: Signature, shardings: Shardings, call: CallArguments) -> Mesh:
+    """The one mesh of a call. Raises ValueError when there is none, or two."""
+    found = [(p, x.mesh) for p, x in zip(call.paths, call.leaves) if isinstance(x, Array)]
+    if shardings.mesh is not None:
+        found = [("mesh=", shardings.mesh), *found]
+    if not found:
+        raise ValueError(errors.no_mesh(signature.name))
+    first, mesh = found[0]
+    for path, other in found[1:]:
+        if other != mesh:
+            raise ValueError(errors.two_meshes(signature.name, first, mesh, path, other))
+    return mesh
+
+
+def _input_layouts(
+    signature: Signature, shardings: Shardings, call: CallArguments, staged: Staged, mesh: Mesh
+) -> tuple[Layout | None, ...]:
+    """Layout of each dynamic leaf: the Array's own, else what in_shardings says, else the solver's choice."""
+    own = [x.layout if isinstance(x, Array) else None for x in call.leaves]
+    if shardings.inputs is not None:
+        args, _ = unflatten(call.treedef, call.leaves)
+        asked = layouts_for(shardings.inputs, args, mesh, what=signature.name)
+        for i, (layout, spec) in enumerate(asked):
+            if spec is None:
+                continue
+            x = call.leaves[i]
+            if isinstance(x, Array) and x.layout != layout:
+                raise ValueError(errors.sharding_mismatch(signature.name, call.paths[i], str(x.type), f"'{spec}'"))
+            own[i] = layout
+    return tuple(own[i] for i in staged.dynamic)
+
+
+def _out_avals(staged: Staged) -> list[OutputLeaf]:
+    return [
+        OutputLeaf((v.shape, v.dtype) if isinstance(v, Var) and v.is_tensor else None)
+        for v in staged.traced.graph.outputs
+    ]
+
+
+def _continues(signature: Signature, call: CallArguments, staged: Staged) -> dict[int, int]:
+    """Output leaf -> graph input that it continues."""
+    order = sorted(dict.fromkeys(call.tops), key=lambda t: t not in signature.donated)  # donated first, then in order
+    groups = [call.of_top(t) for t in order]
+    arguments = [
+        (flatten(call.trees[t])[1], [_leaf_aval(call.leaves[i]) for i in group]) for t, group in zip(order, groups)
+    ]
+    found = continued(unflatten(staged.out_treedef, _out_avals(staged)), arguments)
+    position = {leaf: k for k, leaf in enumerate(staged.dynamic)}
+    pairs = {o: groups[a][k] for o, (a, k) in found.items()}
+    return {o: position[leaf] for o, leaf in pairs.items() if leaf in position}
+
+
+def _leaf_aval(x: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
+    return (tuple(x.shape), x.dtype) if isinstance(x, (Array, torch.Tensor)) else None
+
+
+def _output_layouts(
+    shardings: Shardings,
+    staged: Staged,
+    continues: dict[int, int],
+    fixed: Sequence[Layout | None],
+    mesh: Mesh,
+) -> tuple[Layout | None, ...]:
+    outputs: list[Layout | None] = [None] * len(staged.traced.graph.outputs)
+    for o, i in continues.items():
+        outputs[o] = fixed[i]
+    if shardings.outputs is not None:
+        avals = [
+            torch.empty(v.shape, dtype=v.dtype, device="meta") if isinstance(v, Var) and v.is_tensor else None
+            for v in staged.traced.graph.outputs
+        ]
+        asked = layouts_for(shardings.outputs, unflatten(staged.out_treedef, avals), mesh, what="out_shardings")
+        outputs = [layout if spec is not None else old for (layout, spec), old in zip(asked, outputs)]
+    return tuple(outputs)
+
+
+def _roles(
+    signature: Signature, call: CallArguments, staged: Staged, continued_inputs: frozenset[int]
+) -> tuple[str, ...]:
+    """With several arguments the first is state and the others data; leaves that continue an output are state;
+    data_argnums overrides both."""
+    tops = list(dict.fromkeys(call.tops))
+    data = signature.data if signature.data is not None else frozenset(tops[1:] if len(tops) > 1 else tops)
+    roles = []
+    for k, leaf in enumerate(staged.dynamic):
+        is_data = call.tops[leaf] in data and (signature.data is not None or k not in continued_inputs)
+        roles.append("data" if is_data else "state")
+    return tuple(roles)
