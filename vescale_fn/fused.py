@@ -1,0 +1,118 @@
+"""Optimizer updates as list operations: all parameters of one dtype in one node.
+
+`torch.ops.vescale_fn.fused_adamw` and its like are functional: they return updated copies, params first, then each
+list of moments. `IN_PLACE` maps them to functions with the same signature that write into their operands instead,
+for steps whose state is donated. Both end in the aten kernel that `torch.optim` uses with `fused=True`.
+
+Operands are lists with one tensor per parameter: params, grads, then the moments (a list that an algorithm does not
+use is empty). `step` counts updates, this one included: a 0-d float32 tensor on the device of the parameters. `lr`
+is a float, or a 0-d tensor in the overload `tensor_lr`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tensors = list[Tensor]
+
+
+def adamw_(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    max_exp_avg_sqs: Tensors,
+    step: Tensor,
+    lr: float | Tensor,
+    **settings: Any,
+) -> Tensors:
+    """AdamW in place; returns the operands that it wrote."""
+    steps = [step] * len(params)
+    torch._fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, lr=_rate(lr), **settings)
+    return [*params, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs]
+
+
+def adam_(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    max_exp_avg_sqs: Tensors,
+    step: Tensor,
+    lr: float | Tensor,
+    **settings: Any,
+) -> Tensors:
+    """Adam in place; returns the operands that it wrote."""
+    steps = [step] * len(params)
+    torch._fused_adam_(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, lr=_rate(lr), **settings)
+    return [*params, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs]
+
+
+def sgd_(
+    params: Tensors, grads: Tensors, momentum_buffers: Tensors, step: Tensor, lr: float | Tensor, **settings: Any
+) -> Tensors:
+    """SGD in place; returns the operands that it wrote."""
+    # The first gradient enters the momentum undampened. Without dampening that is what zero buffers give anyway, and
+    # reading the step, which waits for a GPU, is not needed.
+    first = settings["dampening"] != 0 and bool(step == 1)
+    torch._fused_sgd_(params, grads, momentum_buffers, lr=_rate(lr), is_first_step=first, **settings)
+    return [*params, *momentum_buffers]
+
+
+def _rate(lr: float | Tensor) -> float | Tensor:
+    """The learning rate as the aten kernels want it: on a GPU they read a float32, on a CPU a number."""
+    return lr.float() if isinstance(lr, Tensor) and lr.is_cuda else lr
+
+
+def written(args: Sequence[Any]) -> list[Any]:
+    """Of the arguments of a fused operation, the operands that its in-place form writes, in the order of its results:
+    all lists but the gradients.
+
+    >>> written((["p"], ["g"], ["m"], ["v"], [], "step", 0.1))
+    ['p', 'm', 'v']
+    """
+    lists = [a for a in args if isinstance(a, (list, tuple))]
+    return list(chain(lists[0], *lists[2:]))
+
+
+def _functional(in_place: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    def update(params: Tensors, grads: Tensors, *rest: Any, **settings: Any) -> Tensors:
+        copies = [[t.clone() for t in a] if isinstance(a, (list, tuple)) else a for a in rest]
+        return in_place([p.clone() for p in params], grads, *copies, **settings)
+
+    return update
+
+
+def _fake(*args: Any, **_: Any) -> Tensors:
+    return [torch.empty_like(t) for t in written(args)]
+
+
+_ADAM = (
+    "(Tensor[] params, Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] max_exp_avg_sqs, Tensor step, "
+    "{lr} lr, *, float beta1, float beta2, float eps, float weight_decay, bool amsgrad, bool maximize) -> Tensor[]"
+)
+_SGD = (
+    "(Tensor[] params, Tensor[] grads, Tensor[] momentum_buffers, Tensor step, {lr} lr, *, float momentum, "
+    "float dampening, float weight_decay, bool nesterov, bool maximize) -> Tensor[]"
+)
+_ALGORITHMS: dict[str, tuple[str, Callable[..., Tensors]]] = {
+    "fused_adamw": (_ADAM, adamw_),
+    "fused_adam": (_ADAM, adam_),
+    "fused_sgd": (_SGD, sgd_),
+}
+
+_LIBRARY: Any = torch.library.Library("vescale_fn", "FRAGMENT")  # type: ignore[no-untyped-call]
+IN_PLACE: dict[Any, Callable[..., Tensors]] = {}
+
+for _name, (_schema, _in_place) in _ALGORITHMS.items():
+    for _overload, _lr in (("default", "float"), ("tensor_lr", "Tensor")):
+        _full = _name if _overload == "default" else f"{_name}.{_overload}"
+        _LIBRARY.define(_full + _schema.format(lr=_lr))
+        _LIBRARY.impl(_full, _functional(_in_place), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"vescale_fn::{_full}", _fake, lib=_LIBRARY)
+        IN_PLACE[getattr(getattr(torch.ops.vescale_fn, _name), _overload)] = _in_place
