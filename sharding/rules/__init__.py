@@ -7,14 +7,19 @@ from types import MappingProxyType
 from typing import Any
 
 from vescale_fn.sharding.graph import Eqn
+from vescale_fn.sharding.rules import factory, fft, matmul, pointwise, reduce, shape, view
 from vescale_fn.sharding.rules.registry import Entry
 from vescale_fn.sharding.rules.rule import Rule
 
-RULES: Mapping[Any, Entry] = MappingProxyType({})
+FAMILIES = (pointwise, reduce, matmul, view, shape, factory, fft)
+
+RULES: Mapping[Any, Entry] = MappingProxyType({op: entry for f in FAMILIES for op, entry in f.ENTRIES.items()})
 
 
 def rule_for(eqn: Eqn, extra: Mapping[Any, Entry] = MappingProxyType({})) -> Rule | None:
     """The rule of an equation, bound to its shapes, or None for an operation without one (its operands and results
     are whole on every rank). `extra`: entries the user registered, which come first."""
     entry = extra.get(eqn.op) or RULES.get(eqn.op)
+    if entry is None and pointwise.is_pointwise(eqn.op):
+        entry = pointwise.elementwise
     return entry(eqn) if entry else None

@@ -14,6 +14,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,11 +39,13 @@ def parse_rule(
     through: Slots = (),
     masked: Iterable[str] = (),
     reduces: Mapping[str, Kind] | None = None,
+    sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> Rule:
     """The rule that `text` spells (see `rule.py` for the notation), bound to the shapes of an equation.
 
-    `eqn`: the equation, or (operand shapes, result shapes). Every tensor operand must have letters. Dims of size
-    one become `()`: they cannot be sharded, and broadcast. Raises RuleError where text and shapes do not fit.
+    `eqn`: the equation, or (operand shapes, result shapes). `sizes`: of letters that the shapes leave open. Every
+    tensor operand must have letters. Dims of size one become `()`: they cannot be sharded, and broadcast. Raises
+    RuleError where text and shapes do not fit.
 
     >>> str(parse_rule("... k, k n -> ... n", ([(2, 3, 4), (4, 5)], [(2, 3, 5)]), linear=[{0}, {1}]))
     'a b k, k n -> a b n'
@@ -56,11 +59,11 @@ def parse_rule(
     if len(pattern.results) != len(results):
         raise _misfit(text, eqn, f"it states {len(pattern.results)} results where there are {len(results)}")
     sides = _expand(text, eqn, [*dims, *pattern.results], [*shapes, *results])
-    sizes = _sizes(text, eqn, sides, [*shapes, *results])
+    known = _sizes(text, eqn, sides, [*shapes, *results], sizes)
     return make_rule(
-        [_trim(d, s, sizes) for d, s in zip(sides, shapes)],
-        [_trim(d, s, sizes) for d, s in zip(sides[len(shapes) :], results)],
-        sizes,
+        [_trim(d, s) for d, s in zip(sides, shapes)],
+        [_trim(d, s) for d, s in zip(sides[len(shapes) :], results)],
+        known,
         whole=pattern.whole,
         linear=[g for g in (_slot_set(group, slots) for group in linear) if g is not None],
         through=_slot_set(through, slots, partly=True) or (),
@@ -80,7 +83,6 @@ def make_rule(
     through: Iterable[int] = (),
     masked: Iterable[str] = (),
     reduces: Mapping[str, Kind] | None = None,
-    unread: Iterable[int] = (),
     eqn: Eqn | None = None,
 ) -> Rule:
     """A rule from letters, in normal form: factors of size one are dropped, and so is all that is said of letters
@@ -100,7 +102,6 @@ def make_rule(
         through=frozenset(through),
         reduces={x: k for x, k in (reduces or {}).items() if x in keep},
         masked=frozenset(masked) & keep,
-        unread=frozenset(unread),
     )
 
 
@@ -169,9 +170,15 @@ def _expand(
     return out
 
 
-def _sizes(text: str, eqn: Eqn | Shapes, sides: Sequence[Dims], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+def _sizes(
+    text: str,
+    eqn: Eqn | Shapes,
+    sides: Sequence[Dims],
+    shapes: Sequence[Sequence[int]],
+    given: Mapping[str, int],
+) -> dict[str, int]:
     """The size of each letter. Dims of one letter first, then groups of which one size is unknown."""
-    sizes: dict[str, int] = {}
+    sizes = dict(given)
     dims = [(d, n) for side, shape in zip(sides, shapes) for d, n in zip(side, shape)]
     for d, n in dims:
         if len(d) == 1:
@@ -192,7 +199,7 @@ def _sizes(text: str, eqn: Eqn | Shapes, sides: Sequence[Dims], shapes: Sequence
     return sizes
 
 
-def _trim(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Dims:
+def _trim(dims: Dims, shape: Sequence[int]) -> Dims:
     """`dims` with `()` where the tensor has size one, be it broadcast or not."""
     return tuple(() if n == 1 else d for d, n in zip(dims, shape))
 

@@ -36,8 +36,6 @@ class Rule:
     reduces: how a letter missing from a result is pending there; "sum" when not named.
     masked: letters whose operand holds indices into it, or whose global position matters: partition rewrites the
         local operation (offset and mask).
-    unread: operand slots of which only shape and dtype are read (zeros_like): any layout will do. Their dims have
-        no letters.
     """
 
     operands: tuple[Dims, ...]
@@ -48,7 +46,6 @@ class Rule:
     through: frozenset[int] = frozenset()
     reduces: Mapping[str, Kind] = field(default_factory=dict)
     masked: frozenset[str] = frozenset()
-    unread: frozenset[int] = frozenset()
 
     def __str__(self) -> str:
         def dims(ds: Dims) -> str:

@@ -1,0 +1,121 @@
+"""Operations that work on each element alone: every operation with torch.Tag.pointwise, and some without the tag.
+
+Operands broadcast from the right, so one rule serves all: `..., ... -> ...`. What differs is only in which operands
+an operation is linear. Numbers are no operands: `x + 10` is not linear in x, and does not match `{self, other}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from vescale_fn.sharding.graph import Eqn
+from vescale_fn.sharding.rules.registry import Entry, Slots, bound_args, parse_rule
+from vescale_fn.sharding.rules.rule import Rule
+
+aten = torch.ops.aten
+
+
+def elementwise(eqn: Eqn, linear: Iterable[Slots] = (), through: Slots = ()) -> Rule:
+    """Dims of operands and results align from the right."""
+    left = ", ".join(["..."] * len(eqn.operands)) or "-"
+    right = ", ".join(["..."] * len(eqn.outs))
+    return parse_rule(f"{left} -> {right}", eqn, linear=linear, through=through)
+
+
+def is_pointwise(op: Any) -> bool:
+    """Whether torch declares that `op` works on each element alone."""
+    return isinstance(op, torch._ops.OpOverload) and torch.Tag.pointwise in op.tags
+
+
+def _linear_in(*groups: set[str]) -> Entry:
+    return lambda eqn: elementwise(eqn, linear=groups)
+
+
+def _unrounded_division(eqn: Eqn) -> Rule:
+    return elementwise(eqn, linear=[{"self"}] if bound_args(eqn)["rounding_mode"] is None else [])
+
+
+def _masked_fill(eqn: Eqn) -> Rule:
+    return elementwise(eqn, linear=[{"self"}] if _is_zero(bound_args(eqn)["value"]) else [])
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, complex)) and value == 0
+
+
+def _to_copy(eqn: Eqn) -> Rule:
+    """A cast to a floating type keeps order; a copy keeps everything."""
+    old, new = eqn.operands[0].dtype, eqn.outs[0].dtype
+    ordered = new.is_floating_point and not old.is_complex
+    return elementwise(eqn, linear=[{0}], through=[0] if old is new or ordered else [])
+
+
+def _same(eqn: Eqn) -> Rule:
+    return elementwise(eqn, through=[0])
+
+
+_GRAD = _linear_in({"grad_output"})
+
+_SUMS = [aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.where.self]
+_PRODUCTS = [aten.mul.Tensor, aten.mul.Scalar]
+_QUOTIENTS = [aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor]
+_UNARY = [
+    aten.neg.default,
+    aten.positive.default,
+    aten.deg2rad.default,
+    aten.rad2deg.default,
+    aten.conj_physical.default,
+    aten._conj_physical.default,
+    aten._conj.default,
+    aten.resolve_conj.default,
+    aten._neg_view.default,
+    aten.resolve_neg.default,
+    aten.ldexp.Tensor,
+]
+_BACKWARD = [
+    aten.gelu_backward.default,
+    aten.silu_backward.default,
+    aten.mish_backward.default,
+    aten.tanh_backward.default,
+    aten.sigmoid_backward.default,
+    aten.logit_backward.default,
+    aten.threshold_backward.default,
+    aten.hardtanh_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.hardswish_backward.default,
+    aten.leaky_relu_backward.default,
+    aten.elu_backward.default,
+    aten.softplus_backward.default,
+    aten.native_dropout_backward.default,
+    aten._prelu_kernel_backward.default,
+]
+_UNTAGGED = [aten.hardswish.default, aten._prelu_kernel.default, aten.polar.default]
+
+ENTRIES: Mapping[Any, Entry] = {
+    **dict.fromkeys(_SUMS, _linear_in({"self", "other"})),
+    **dict.fromkeys(_PRODUCTS, _linear_in({"self"}, {"other"})),
+    **dict.fromkeys(_QUOTIENTS, _linear_in({"self"})),
+    **dict.fromkeys(_UNARY, _linear_in({"self"})),
+    **dict.fromkeys(_BACKWARD, _GRAD),
+    **dict.fromkeys(_UNTAGGED, elementwise),
+    aten.div.Tensor_mode: _unrounded_division,
+    aten.div.Scalar_mode: _unrounded_division,
+    aten.addcmul.default: _linear_in({"self", "tensor1"}, {"self", "tensor2"}),
+    aten.addcdiv.default: _linear_in({"self", "tensor1"}),
+    aten.lerp.Scalar: _linear_in({"self", "end"}),
+    aten.lerp.Tensor: _linear_in({"self", "end"}),
+    aten.complex.default: _linear_in({"real", "imag"}),
+    aten.masked_fill.Scalar: _masked_fill,
+    aten.masked_fill.Tensor: _linear_in({"self", "value"}),
+    aten.copy.default: _linear_in({"src"}),
+    aten.fill.Scalar: elementwise,
+    aten.fill.Tensor: _linear_in({"value"}),
+    aten.clone.default: _same,
+    aten.alias.default: _same,
+    aten.detach.default: _same,
+    aten.lift_fresh_copy.default: _same,
+    aten._to_copy.default: _to_copy,
+}
