@@ -13,6 +13,7 @@ from torch.func import grad_and_value
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from vescale_fn import fused, optim
+from vescale_fn.sharding.graph import Eqn, Var
 
 SHAPES = {"a": (7, 5), "b": (33,), "c": (), "d": (4, 3, 8), "empty": (0, 3)}
 
@@ -177,6 +178,24 @@ def test_in_place_form_writes_what_the_functional_form_returns(op: Any) -> None:
     results = fused.IN_PLACE[op](*args, torch.ones(()), lr, **kw)
     assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
     assert all(a is b for a, b in zip(results, fused.written(args), strict=True))
+
+
+def test_rule_ties_the_lists_element_by_element() -> None:
+    def column(name: str) -> list[Var]:
+        return [Var(name, (4, 6), torch.float32), Var(name, (8,), torch.float32)]
+
+    lists = [column(n) for n in ("p", "g", "m", "v")]
+    step = Var("step", (), torch.float32)
+    op = torch.ops.vescale_fn.fused_adamw.default
+    eqn = Eqn(op, (*lists, [], step, 0.1), {}, (*column("p2"), *column("m2"), *column("v2")))
+    rule = fused.RULES[op](eqn)
+    assert rule is not None
+    assert str(rule) == (
+        "p0d0 p0d1, p1d0, p0d0 p0d1, p1d0, p0d0 p0d1, p1d0, p0d0 p0d1, p1d0,  -> "
+        "p0d0 p0d1, p1d0, p0d0 p0d1, p1d0, p0d0 p0d1, p1d0"
+    )
+    assert not rule.linear
+    assert not rule.through
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])

@@ -2,7 +2,7 @@
 
 `torch.ops.vescale_fn.fused_adamw` and its like are functional: they return updated copies, params first, then each
 list of moments. `IN_PLACE` maps them to functions with the same signature that write into their operands instead,
-for steps whose state is donated. Both end in the aten kernel that `torch.optim` uses with `fused=True`.
+for steps whose state is donated; `RULES` says how they may be sharded. Both forms end in the aten kernel that `torch.optim` uses with `fused=True`.
 
 Operands are lists with one tensor per parameter: params, grads, then the moments (a list that an algorithm does not
 use is empty). `step` counts updates, this one included: a 0-d float32 tensor on the device of the parameters. `lr`
@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from vescale_fn.sharding.rules.optimizer import list_update
+from vescale_fn.sharding.rules.registry import Entry
 
 Tensors = list[Tensor]
 
@@ -116,3 +119,5 @@ for _name, (_schema, _in_place) in _ALGORITHMS.items():
         _LIBRARY.impl(_full, _functional(_in_place), "CompositeExplicitAutograd")
         torch.library.register_fake(f"vescale_fn::{_full}", _fake, lib=_LIBRARY)
         IN_PLACE[getattr(getattr(torch.ops.vescale_fn, _name), _overload)] = _in_place
+
+RULES: dict[Any, Entry] = dict.fromkeys(IN_PLACE, list_update)
