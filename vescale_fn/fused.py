@@ -2,7 +2,8 @@
 
 `torch.ops.vescale_fn.fused_adamw` and its like are functional: they return updated copies, params first, then each
 list of moments. `IN_PLACE` maps them to functions with the same signature that write into their operands instead,
-for steps whose state is donated; `RULES` says how they may be sharded. Both forms end in the aten kernel that `torch.optim` uses with `fused=True`.
+for steps whose state is donated. Both forms end in the aten kernel that `torch.optim` uses with `fused=True`.
+`RULES` says how they may be sharded.
 
 Operands are lists with one tensor per parameter: params, grads, then the moments (a list that an algorithm does not
 use is empty). `step` counts updates, this one included: a 0-d float32 tensor on the device of the parameters. `lr`
