@@ -1,0 +1,398 @@
+"""Python source for a per-rank program: one text for every rank and every engine.
+
+The text is a generator function `step(args, k)`. It takes its inputs out of the list `args`, calls each local
+operation directly, drops every value after its last use, and hands each collective to whoever drives it:
+
+    y, = yield all_reduce_3, (x,)
+
+`k` holds what differs from rank to rank (uneven extents, coordinates, the device); what all ranks share stands in
+the text. Sub-programs are functions of their own, entered with `yield from`; loops stay loops.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import keyword
+import linecache
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from vescale_fn.engines.kernels import own_slice, to_partial
+from vescale_fn.liveness import last_uses, overwritable
+from vescale_fn.program import AxisIndex, LocalDim, Owned, Program, Unbound, bind_constant
+from vescale_fn.sharding.comm import COLLECTIVES, AllToAll, Collective, ReduceScatter, Slice, ToPartial
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, op_name, vars_in
+from vescale_fn.sharding.layout import Layout, Ragged
+from vescale_fn.sharding.mesh import MeshShape
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """A collective at its place in a program. `overwritable`: operands whose memory nothing reads afterwards.
+    `ins` and `outs` are the layouts of operands and results."""
+
+    index: int
+    name: str
+    eqn: Eqn
+    overwritable: tuple[bool, ...]
+    ins: tuple[Layout, ...]
+    outs: tuple[Layout, ...]
+
+    @property
+    def comm(self) -> Collective:
+        comm: Collective = self.eqn.op
+        return comm
+
+    def sizes(self, mesh: MeshShape, coords: Mapping[str, int]) -> list[tuple[int, ...]]:
+        """For each operand, the extents of the pieces that it is split into, one per member of the group of `coords`;
+        empty when they are equal."""
+        comm = self.comm
+        if not isinstance(comm, (ReduceScatter, AllToAll)):
+            return [()] * len(self.outs)
+        dim = comm.dim if isinstance(comm, ReduceScatter) else comm.split_dim
+        members = [mesh.coords(r) for r in mesh.group(coords, comm.axes)]
+        return [() if x.is_even else tuple(x.local_size(dim, m) for m in members) for x in self.outs]
+
+    def __str__(self) -> str:
+        where = f" ({self.eqn.source}: {self.eqn.source.code})" if self.eqn.source.file else ""
+        return f"{self.name} = {self.comm}{where}"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Start and length, on this rank, of its own digit of a whole dim; see `Slice`. Binds to (start, length)."""
+
+    op: Slice
+    layout: Layout  # of the result
+
+    def bind(self, mesh: MeshShape, coords: Mapping[str, int]) -> tuple[int, int]:
+        members = [mesh.coords(r) for r in mesh.group(coords, self.op.axes)]
+        sizes = [self.layout.local_size(self.op.dim, m) // self.op.pre for m in members]
+        index = bind_constant(AxisIndex(self.op.axes), mesh, coords)
+        return sum(sizes[:index]), sizes[index]
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device of this rank. With `traced`, a device the trace saw: another one only if of another type."""
+
+    traced: torch.device | None = None
+
+    def bind(self, device: torch.device) -> torch.device:
+        return device if self.traced is None or self.traced.type == device.type else self.traced
+
+
+Constant = Unbound | Cut | Device
+
+
+@dataclass(frozen=True, eq=False)
+class Code:
+    """The generated function of a program, before it is bound to a rank.
+
+    names: what the text refers to (operations, functions, sites). constants: what `k` holds on each rank.
+    communicates: `step` is a generator; otherwise it returns its results directly.
+    """
+
+    program: Program
+    source: str
+    names: Mapping[str, Any]
+    constants: tuple[Constant, ...]
+    sites: tuple[Site, ...]
+    communicates: bool
+
+    def bind(self, coords: Mapping[str, int], device: torch.device | str = "cpu") -> tuple[Any, ...]:
+        """The constants of the rank at `coords`."""
+        mesh, where = self.program.mesh, torch.device(device)
+        return tuple(_bind(c, mesh, coords, where) for c in self.constants)
+
+    @cached_property
+    def function(self) -> Callable[[list[Any], tuple[Any, ...]], Any]:
+        """`step(args, k)`. Tracebacks show the generated lines."""
+        filename = f"<step {self.fingerprint[:12]}>"
+        linecache.cache[filename] = (len(self.source), None, self.source.splitlines(keepends=True), filename)
+        namespace = dict(self.names)
+        exec(compile(self.source, filename, "exec"), namespace)
+        step: Callable[[list[Any], tuple[Any, ...]], Any] = namespace["step"]
+        return step
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of everything that all ranks must agree on."""
+        facts = [self.source, str(self.program.mesh), *map(str, self.constants)]
+        facts += [f"{s.comm} {list(map(str, s.ins))} {[v.dtype for v in s.eqn.outs]}" for s in self.sites]
+        return hashlib.sha256("\n".join(facts).encode()).hexdigest()
+
+
+def _bind(c: Constant, mesh: MeshShape, coords: Mapping[str, int], device: torch.device) -> Any:
+    if isinstance(c, Device):
+        return c.bind(device)
+    return c.bind(mesh, coords) if isinstance(c, Cut) else bind_constant(c, mesh, coords)
+
+
+def same_everywhere(c: Unbound, mesh: MeshShape) -> bool:
+    """Whether an unbound constant has one value on all ranks."""
+    if isinstance(c, AxisIndex):
+        return mesh.extent(c.axes) == 1
+    cuts = [s for s in c.layout.states if getattr(s, "dim", None) == c.dim]
+    if isinstance(c, Owned):
+        return not cuts
+    return not any(isinstance(s, Ragged) or s.uneven for s in cuts)  # type: ignore[union-attr]
+
+
+def generate(program: Program) -> Code:
+    """The code of a program, the same for all its ranks."""
+    module = _Module(program)
+    communicates = _Function(module, program.graph, "step").emit()
+    source = "\n\n\n".join(module.functions) + "\n"
+    return Code(program, source, module.names, tuple(module.constants), tuple(module.sites), communicates)
+
+
+def all_vars(graph: Graph) -> Iterator[Var]:
+    """Every Var of a graph and its sub-programs."""
+    yield from graph.inputs
+    for e in graph.eqns:
+        yield from e.outs
+        if isinstance(e.op, (Scan, Call)):
+            yield from all_vars(e.op.body)
+
+
+def identifier(name: str) -> str:
+    """`name` as a Python identifier."""
+    name = re.sub(r"\W", "_", name) or "_"
+    return f"v{name}" if name[0].isdigit() or keyword.iskeyword(name) or name in ("torch", "args", "k") else name
+
+
+@dataclass(eq=False)
+class _Module:
+    """The functions, global names and constants of one program's text, as they accumulate."""
+
+    program: Program
+    functions: list[str] = field(default_factory=list)
+    names: dict[str, Any] = field(default_factory=dict)
+    constants: list[Constant] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
+    slots: dict[Constant, int] = field(default_factory=dict)
+    known: dict[int, str] = field(default_factory=dict)  # id of an object -> its global name
+    bodies: dict[int, tuple[str, bool]] = field(default_factory=dict)  # id of a Graph -> its function, communicates
+    taken: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.names["torch"] = torch
+        self.taken |= {"torch", "args", "k", "step"} | {identifier(v.name) for v in all_vars(self.program.graph)}
+
+    def fresh(self, name: str) -> str:
+        """`name`, or `name_2`, ..., and nobody else's."""
+        unique, i = identifier(name), 2
+        while unique in self.taken:
+            unique, i = f"{identifier(name)}_{i}", i + 1
+        self.taken.add(unique)
+        return unique
+
+    def name_of(self, thing: Any) -> str:
+        """The global name of an operation, function or object."""
+        if id(thing) not in self.known:
+            hint = op_name(thing) if isinstance(thing, torch._ops.OpOverload) else getattr(thing, "__name__", None)
+            self.known[id(thing)] = name = self.fresh(hint or op_name(thing))
+            self.names[name] = thing
+        return self.known[id(thing)]
+
+    def constant(self, c: Constant) -> str:
+        """How the text refers to what differs between ranks."""
+        slot = self.slots.setdefault(c, len(self.constants))
+        if slot == len(self.constants):
+            self.constants.append(c)
+        return f"k[{slot}]"
+
+    def site(self, e: Eqn, may_overwrite: tuple[bool, ...]) -> str:
+        layouts = self.program.layouts
+        name = self.fresh(f"{_snake(type(e.op).__name__)}_{len(self.sites)}")
+        ins, outs = tuple(layouts[v] for v in e.operands), tuple(layouts[v] for v in e.outs)
+        self.names[name] = site = Site(len(self.sites), name, e, may_overwrite, ins, outs)
+        self.sites.append(site)
+        return name
+
+    def body(self, graph: Graph, name: str) -> tuple[str, bool]:
+        """The function of a sub-program's body, written on first use."""
+        if id(graph) not in self.bodies:
+            name = self.fresh(name)
+            self.bodies[id(graph)] = name, _Function(self, graph, name).emit()
+        return self.bodies[id(graph)]
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+@dataclass(eq=False)
+class _Function:
+    """The text of one graph."""
+
+    module: _Module
+    graph: Graph
+    name: str
+    lines: list[str] = field(default_factory=list)
+    local: dict[Var, str] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    communicates: bool = False
+
+    def emit(self) -> bool:
+        """Write the function into the module. Returns whether it is a generator."""
+        program = self.module.program
+        owned = frozenset(program.graph.inputs[i] for i in program.donated) if self.name == "step" else frozenset()
+        reuse, dying = overwritable(self.graph, owned), last_uses(self.graph)
+        if self.graph.inputs:
+            self.line(f"{_targets(map(self.define, self.graph.inputs))} = args; args.clear()")
+        self.drop(dying.get(-1, ()))
+        phase = "forward"
+        for i, e in enumerate(self.graph.eqns):
+            if e.phase != phase:
+                phase = e.phase
+                self.lines.append(f"    # {phase}")
+            self.equation(e, reuse.get(e, ()), dying.get(i, ()))
+        self.line(f"return [{', '.join(map(self.text, self.graph.outputs))}]")
+        self.module.functions.append("\n".join([f"def {self.name}(args, k):", *self.lines]))
+        return self.communicates
+
+    def line(self, code: str, e: Eqn | None = None, indent: int = 4) -> None:
+        comment = f"# {os.path.basename(e.source.file)}:{e.source.line}" if e and e.source.file else ""
+        self.lines.append(f"{' ' * indent}{code:<76}  {comment}" if comment else f"{' ' * indent}{code}")
+
+    def define(self, v: Var) -> str:
+        """A local name of v. Two Vars of one name stay apart."""
+        name = identifier(v.name)
+        self.local[v] = name if name not in self.used else self.module.fresh(name)
+        self.used.add(self.local[v])
+        return self.local[v]
+
+    def drop(self, dying: Iterable[Var]) -> None:
+        """Release values that nothing reads any more, on the line before."""
+        names = ", ".join(self.local[v] for v in dying)
+        if names and self.lines:
+            code, mark, comment = self.lines[-1].partition("  # ")
+            self.lines[-1] = (
+                f"{code.rstrip() + '; del ' + names:<80}{mark}{comment}" if mark else f"{code}; del {names}"
+            )
+
+    def equation(self, e: Eqn, may_overwrite: tuple[bool, ...], dying: tuple[Var, ...]) -> None:
+        match e.op:
+            case Scan():
+                self.scan(e, dying)
+            case Call():
+                self.call(e, dying)
+            case _:
+                self.line(self.simple(e, may_overwrite), e)
+                self.drop(dying)
+
+    def simple(self, e: Eqn, may_overwrite: tuple[bool, ...]) -> str:
+        """One line of code for an equation without a body."""
+        if isinstance(e.op, COLLECTIVES):
+            self.communicates = True
+            operands = f"({', '.join(map(self.text, e.operands))},)"
+            site = self.module.site(e, may_overwrite)
+            return f"{_targets(map(self.define, e.outs))} = yield {site}, {operands}"
+        call = self.local_comm(e) if isinstance(e.op, (Slice, ToPartial)) else self.call_text(e)
+        several = len(e.outs) > 1 or _returns_list(e.op)
+        names = [self.define(v) for v in e.outs]
+        return f"{_targets(names) if several else names[0]} = {call}" if names else call
+
+    def call_text(self, e: Eqn) -> str:
+        arguments = [self.text(a) for a in e.args] + [f"{n}={self.text(a)}" for n, a in e.kwargs.items()]
+        return f"{self.module.name_of(e.op)}({', '.join(arguments)})"
+
+    def local_comm(self, e: Eqn) -> str:
+        """The collectives that need no communication."""
+        (x,) = map(self.text, e.operands)
+        if isinstance(e.op, Slice):
+            cut = self.module.constant(Cut(e.op, self.module.program.layouts[e.outs[0]]))
+            return f"{self.module.name_of(own_slice)}({x}, {e.op.dim}, {e.op.pre}, *{cut})"
+        index = self.module.constant(AxisIndex(e.op.axes))
+        return f"{self.module.name_of(to_partial)}({x}, {e.op.kind!r}, {index})"
+
+    def call(self, e: Eqn, dying: tuple[Var, ...]) -> None:
+        body, communicates = self.module.body(e.op.body, e.op.name)
+        self.communicates |= communicates
+        boxed = self.module.fresh(f"{body}_args")
+        self.line(f"{boxed} = [{', '.join(map(self.text, e.args))}]", e)
+        self.drop(v for v in dying if v not in e.outs)
+        self.line(f"{_targets(map(self.define, e.outs))} = {_enter(communicates)}{body}({boxed}, k)", e)
+        self.drop(v for v in dying if v in e.outs)
+
+    def scan(self, e: Eqn, dying: tuple[Var, ...]) -> None:
+        """A loop that keeps carries in a list and writes stacked results in place."""
+        scan, fresh = e.op, self.module.fresh
+        body, communicates = self.module.body(scan.body, "body")
+        self.communicates |= communicates
+        carry, boxed, i = fresh(f"{body}_carry"), fresh(f"{body}_args"), fresh("i")
+        split = scan.num_consts + scan.num_carry
+        consts, first = (list(map(self.text, a)) for a in (e.args[: scan.num_consts], e.args[scan.num_consts : split]))
+        slices = [f"{self.text(x)}[{i}]" for x in e.args[split:]]
+        read_inside = {*vars_in(e.args[: scan.num_consts]), *vars_in(e.args[split:])}
+        self.line(f"{carry} = [{', '.join(first)}]", e)
+        self.drop(v for v in dying if v not in e.outs and v not in read_inside)
+        stacked = e.outs[scan.num_carry :]
+        for v in stacked:
+            self.line(f"{self.define(v)} = {self.empty(v)}")
+        order = f"range({scan.length - 1}, -1, -1)" if scan.reverse else f"range({scan.length})"
+        self.line(f"for {i} in {order}:")
+        self.line(f"{boxed} = [{', '.join([*consts, f'*{carry}', *slices])}]; {carry}.clear()", indent=8)
+        pieces = [fresh(f"{self.local[v]}_i") for v in stacked]
+        self.line(f"{_targets([f'*{carry}', *pieces])} = {_enter(communicates)}{body}({boxed}, k)", indent=8)
+        for v, piece in zip(stacked, pieces):
+            self.line(f"{self.local[v]}[{i}].copy_({piece}); del {piece}", indent=8)
+        finals = [self.define(v) for v in e.outs[: scan.num_carry]]
+        self.line(f"{_targets(finals)} = {carry}; del {carry}" if finals else f"del {carry}")
+        self.drop(v for v in dying if v in e.outs or v in read_inside)
+
+    def empty(self, v: Var) -> str:
+        """Memory for the stacked results of a loop."""
+        layout = self.module.program.layouts[v]
+        shape = self.text(tuple(LocalDim(layout, d) for d in range(layout.ndim)))
+        return f"torch.empty({shape}, dtype={v.dtype}, device={self.module.constant(Device())})"
+
+    def text(self, a: Any) -> str:
+        """An argument as Python source."""
+        match a:
+            case Var():
+                return self.local[a]
+            case LocalDim() | Owned() | AxisIndex():
+                mesh = self.module.program.mesh
+                origin = dict.fromkeys(mesh.names, 0)
+                return repr(bind_constant(a, mesh, origin)) if same_everywhere(a, mesh) else self.module.constant(a)
+            case torch.device():
+                return self.module.constant(Device(a))
+            case float():
+                return repr(a) if a - a == 0 else f"float('{a}')"
+            case None | bool() | int() | str() | complex() | torch.dtype() | torch.layout() | torch.memory_format():
+                return repr(a)
+            case list():
+                return f"[{', '.join(map(self.text, a))}]"
+            case tuple():
+                return f"({''.join(self.text(x) + ', ' for x in a).removesuffix(' ' if len(a) == 1 else ', ')})"
+            case dict():
+                return f"{{{', '.join(f'{self.text(n)}: {self.text(x)}' for n, x in a.items())}}}"
+            case slice():
+                return f"slice({self.text(a.start)}, {self.text(a.stop)}, {self.text(a.step)})"
+        return self.module.name_of(a)
+
+
+def _targets(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names) + ("," if len(names) == 1 else "") if names else "[]"
+
+
+def _enter(communicates: bool) -> str:
+    return "yield from " if communicates else ""
+
+
+def _returns_list(op: Any) -> bool:
+    """One result of an operation whose schema says Tensor[]."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    returns = op._schema.returns
+    return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)

@@ -1,0 +1,74 @@
+"""When the values of a graph die, and which may share memory: what generated code frees, and what it may overwrite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from vescale_fn.sharding.comm import COLLECTIVES, Slice
+from vescale_fn.sharding.graph import Eqn, Graph, Var, vars_in
+
+
+def last_uses(graph: Graph) -> dict[int, tuple[Var, ...]]:
+    """The Vars that nothing reads after equation i (-1: after the inputs arrive), in order of definition.
+
+    Outputs of the graph never die. A result that is never read dies at its own equation.
+    """
+    last = dict.fromkeys(graph.inputs, -1)
+    for i, e in enumerate(graph.eqns):
+        last.update(dict.fromkeys((*e.reads, *e.outs), i))
+    for v in vars_in(graph.outputs):
+        last.pop(v, None)
+    order = {v: i for i, v in enumerate((*graph.inputs, *(v for e in graph.eqns for v in e.outs)))}
+    dying: dict[int, list[Var]] = {}
+    for v in sorted(last, key=order.__getitem__):
+        dying.setdefault(last[v], []).append(v)
+    return {i: tuple(vs) for i, vs in dying.items()}
+
+
+def overwritable(graph: Graph, owned_inputs: frozenset[Var] = frozenset()) -> dict[Eqn, tuple[bool, ...]]:
+    """For each collective, which operands it may overwrite: nothing reads their memory afterwards.
+
+    `owned_inputs`: inputs whose memory belongs to the program (donated).
+    """
+    family = _families(graph)
+    last: dict[Var, int] = {}
+    for i, e in enumerate(graph.eqns):
+        last.update(dict.fromkeys((family[v] for v in e.reads), i))
+    kept = {family[v] for v in graph.inputs if v not in owned_inputs} | {family[v] for v in vars_in(graph.outputs)}
+    return {
+        e: tuple(
+            family[v] not in kept and last[family[v]] == i and [family[o] for o in e.operands].count(family[v]) == 1
+            for v in e.operands
+        )
+        for i, e in enumerate(graph.eqns)
+        if isinstance(e.op, COLLECTIVES)
+    }
+
+
+def _families(graph: Graph) -> Mapping[Var, Var]:
+    """For each Var a representative of all Vars that may share its memory."""
+    parent: dict[Var, Var] = {v: v for v in graph.inputs}
+
+    def root(v: Var) -> Var:
+        while parent[v] is not v:
+            v = parent[v]
+        return v
+
+    for e in graph.eqns:
+        shared = [root(v) for v in e.operands] if may_alias(e.op) else []
+        parent.update((o, shared[0] if shared else o) for o in e.outs)
+        parent.update((v, shared[0]) for v in shared)
+    return {v: root(v) for v in parent}
+
+
+@cache
+def may_alias(op: Any) -> bool:
+    """Whether results of `op` may share memory with its operands. Functions whose schema we cannot see: yes."""
+    if isinstance(op, torch._ops.OpOverload):
+        views = any(r.alias_info is not None for r in op._schema.returns)
+        return views or op is torch.ops.aten._unsafe_view.default or torch.Tag.maybe_aliasing_or_mutating in op.tags
+    return not isinstance(op, (*COLLECTIVES, Slice))
