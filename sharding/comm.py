@@ -1,16 +1,24 @@
 """The collectives of a per-rank program, as data.
 
 Each works on *local* tensors. `dim` is a tensor dim; `pre` a local position inside it: the dim is viewed as
-(pre, rest) for a piece that is whole on this rank, (pre, n, rest) for a piece that holds all n digits. `axes` are
-major to minor. `uneven`, where present and nonzero, is the size of the dim's leading factor, which the ranks cut
-like torch.chunk (then pre == 1).
+(pre, rest) for a piece that is one digit, (pre, n, rest) for a piece that holds all n digits, n being the product
+of the sizes of `axes`, which are major to minor. (`Shard.pre` counts in the global dim; axes that cut the dim at a
+major position make the local `pre` smaller.)
+
+Pieces of different size have pre == 1 and lie one after the other in the order of the ranks. With `uneven`, the
+global size of the dim's leading factor, each axis in turn cuts what the axes before it left, like torch.chunk: 5 over
+("x", "y") of sizes (2, 2) is [2, 1, 1, 1]. Axes major to these that have cut the factor and stay have cut it first, so
+its local size may differ between groups. With `units`, piece i has units[i] of sum(units) equal parts. In any case a
+piece is what the layout of the part says (`Layout.local_size`). A dim may be cut by other axes too; then that
+piece of the dim is meant.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from vescale_fn.sharding.layout import Kind
+from vescale_fn.sharding.layout import Kind, Layout
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,7 @@ class AllToAll:
 @dataclass(frozen=True)
 class Permute:
     """The block at the rank whose coordinates read k in the order `src` goes to the rank whose coordinates read k in
-    the order `dst`; both list the same axes, major to minor."""
+    the order `dst`; both list the same axes, major to minor. Blocks may differ in shape between ranks."""
 
     src: tuple[str, ...]
     dst: tuple[str, ...]
@@ -71,6 +79,22 @@ class Permute:
     @property
     def axes(self) -> tuple[str, ...]:
         return self.src
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Every rank gets its block under `dst` from the blocks that the ranks of its group hold under `src`.
+
+    For what the regular collectives cannot say: blocks that overlap irregularly, like a contiguous shard that becomes
+    every third of three, or other units. A block is a product of runs per dim (`Layout.intervals`), and what goes from
+    one rank to another is the intersection of two blocks, dim by dim (`common_runs`), possibly empty. `axes` are those
+    that shard `src` and have another state in `dst`, so each index comes from exactly one rank of the group; with no
+    axes every rank cuts its block out of its own.
+    """
+
+    axes: tuple[str, ...]
+    src: Layout
+    dst: Layout
 
 
 @dataclass(frozen=True)
@@ -86,14 +110,35 @@ class Slice:
 
 @dataclass(frozen=True)
 class ToPartial:
-    """A whole value as a partial sum: the first rank along `axes` keeps it, the others hold zeros. No communication."""
+    """A whole value as a pending reduction: the first rank along `axes` keeps it, the others hold what `kind` ignores
+    (zeros for a sum, the lowest value for max, the highest for min). No communication."""
 
     axes: tuple[str, ...]
     kind: Kind = "sum"
 
 
-Collective = AllReduce | AllGather | ReduceScatter | AllToAll | Permute
+Collective = AllReduce | AllGather | ReduceScatter | AllToAll | Permute | Exchange
 Local = Slice | ToPartial
 Comm = Collective | Local
-COLLECTIVES = (AllReduce, AllGather, ReduceScatter, AllToAll, Permute)
+COLLECTIVES = (AllReduce, AllGather, ReduceScatter, AllToAll, Permute, Exchange)
 COMMS = (*COLLECTIVES, Slice, ToPartial)
+
+Runs = Sequence[tuple[int, int]]
+
+
+def common_runs(src: Runs, dst: Runs) -> Iterator[tuple[int, int, int]]:
+    """Runs of indices in both `src` and `dst` (ascending, as `Layout.intervals` gives them), each as its position in
+    the tensor that holds `src`, its position in the tensor that holds `dst`, and its length.
+
+    >>> list(common_runs([(0, 6)], [(2, 4), (5, 9)]))
+    [(2, 0, 2), (5, 2, 1)]
+    """
+    at_src = 0
+    for a, b in src:
+        at_dst = 0
+        for c, d in dst:
+            start, stop = max(a, c), min(b, d)
+            if start < stop:
+                yield at_src + start - a, at_dst + start - c, stop - start
+            at_dst += d - c
+        at_src += b - a

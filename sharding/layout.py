@@ -139,9 +139,10 @@ class Layout:
         return not any(isinstance(s, Ragged) or (isinstance(s, Shard) and s.uneven) for s in self.states)
 
     def shards(self, dim: int) -> tuple[tuple[str, Shard], ...]:
-        """Axes that shard `dim`, major to minor."""
+        """Axes that shard `dim`, major to minor: first those that cut an uneven leading factor."""
         found = [(a, s) for a, s in zip(self.mesh.names, self.states) if isinstance(s, Shard) and s.dim == dim]
-        return tuple(sorted(found, key=lambda p: p[1].pre))
+        lead = max((s.uneven for _, s in found), default=0)
+        return tuple(sorted(found, key=lambda p: (not p[1].uneven and p[1].pre >= lead, p[1].pre)))
 
     def intervals(self, dim: int, coords: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
         """The (start, stop) runs of global indices of `dim` that the rank at `coords` holds, in local order.
@@ -205,6 +206,8 @@ class Layout:
 def _digit(start: int, stop: int, step: int, n: int, c: int) -> list[tuple[int, int]]:
     """The sub-runs of [start, stop) whose digit (index // step) % n equals c; start is aligned to step * n unless
     the run is itself inside one digit of a minor position."""
+    if not step:
+        return []
     out = []
     block = step * n
     for base in range(start - start % block, stop, block):
