@@ -105,20 +105,22 @@ _SGD = (
     "float dampening, float weight_decay, bool nesterov, bool maximize) -> Tensor[]"
 )
 _ALGORITHMS: dict[str, tuple[str, Callable[..., Tensors]]] = {
-    "fused_adamw": (_ADAM, adamw_),
-    "fused_adam": (_ADAM, adam_),
-    "fused_sgd": (_SGD, sgd_),
+    "adamw": (_ADAM, adamw_),
+    "adam": (_ADAM, adam_),
+    "sgd": (_SGD, sgd_),
 }
 
 _LIBRARY: Any = torch.library.Library("vescale_fn", "FRAGMENT")  # type: ignore[no-untyped-call]
+UPDATES: dict[str, Any] = {}  # by the name of the algorithm
 IN_PLACE: dict[Any, Callable[..., Tensors]] = {}
 
 for _name, (_schema, _in_place) in _ALGORITHMS.items():
-    for _overload, _lr in (("default", "float"), ("tensor_lr", "Tensor")):
-        _full = _name if _overload == "default" else f"{_name}.{_overload}"
+    for _overload, _lr in (("", "float"), (".tensor_lr", "Tensor")):
+        _full = f"fused_{_name}{_overload}"
         _LIBRARY.define(_full + _schema.format(lr=_lr))
         _LIBRARY.impl(_full, _functional(_in_place), "CompositeExplicitAutograd")
         torch.library.register_fake(f"vescale_fn::{_full}", _fake, lib=_LIBRARY)
-        IN_PLACE[getattr(getattr(torch.ops.vescale_fn, _name), _overload)] = _in_place
+    UPDATES[_name] = getattr(torch.ops.vescale_fn, f"fused_{_name}")
+    IN_PLACE |= {UPDATES[_name].default: _in_place, UPDATES[_name].tensor_lr: _in_place}
 
 RULES: dict[Any, Entry] = dict.fromkeys(IN_PLACE, list_update)

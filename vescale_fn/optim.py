@@ -21,6 +21,8 @@ import optree
 import torch
 from torch import Tensor
 
+from vescale_fn.fused import UPDATES
+
 Tree = Any
 Schedule = Callable[[Tensor], Tensor]
 
@@ -96,7 +98,7 @@ def sgd(
     }
     name = f"sgd(lr={_rate_text(lr)}, momentum={momentum}, weight_decay={weight_decay})"
     lists = ("momentum_buffer" if momentum else None,)
-    return _optimizer(name, torch.ops.vescale_fn.fused_sgd, lists, lr, settings)
+    return _optimizer(name, UPDATES["sgd"], lists, lr, settings)
 
 
 def _adam(
@@ -121,7 +123,7 @@ def _adam(
     }
     text = f"{name}(lr={_rate_text(lr)}, betas={betas}, eps={eps}, weight_decay={weight_decay})"
     lists = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq" if amsgrad else None)
-    return _optimizer(text, getattr(torch.ops.vescale_fn, f"fused_{name}"), lists, lr, settings)
+    return _optimizer(text, UPDATES[name], lists, lr, settings)
 
 
 def _optimizer(
