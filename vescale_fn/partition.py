@@ -26,8 +26,9 @@ RuleFor = Callable[[Eqn], Rule | None]
 def partition(plan: Plan, rule_for: RuleFor) -> Program:
     """The program of one rank for a solved graph."""
     layouts: dict[Var, Layout] = {}
-    graph = _Partitioner(plan, rule_for, layouts, set()).graph(plan.graph, plan.outputs)
-    return Program(plan.mesh, graph, layouts, messages=plan.messages)
+    origin: dict[Var, Var] = {}
+    graph = _Partitioner(plan, rule_for, layouts, set(), origin).graph(plan.graph, plan.outputs)
+    return Program(plan.mesh, graph, layouts, origin, messages=plan.messages)
 
 
 def slice_layout(layout: Layout) -> Layout:
@@ -54,6 +55,7 @@ class _Partitioner:
     rule_for: RuleFor
     layouts: dict[Var, Layout]  # of every local Var, shared with sub-programs
     names: set[str]
+    origin: dict[Var, Var]
     local: dict[Var, Var] = field(default_factory=dict)  # global Var -> local Var in its own layout
     obtained: dict[Var, list[Var]] = field(default_factory=dict)  # global Var -> the same value in all layouts at hand
     builder: Builder = field(init=False)
@@ -78,6 +80,7 @@ class _Partitioner:
     def define(self, v: Var, local: Var) -> Var:
         self.local[v] = local
         self.obtained[v] = [local]
+        self.origin[local] = v
         return local
 
     def convert(self, v: Var, to: Layout, source: Source, phase: str) -> Var:
@@ -87,7 +90,9 @@ class _Partitioner:
             if self.layouts[h] == to:
                 return h
         start = min(have, key=lambda h: chain_bytes(plan_reshard(self.layouts[h], to), v.dtype))
-        have += self.builder.reshard(start, to, source, phase)
+        steps = self.builder.reshard(start, to, source, phase)
+        self.origin.update(dict.fromkeys(steps, v))
+        have += steps
         return have[-1]
 
     def equation(self, e: Eqn) -> None:
@@ -126,7 +131,7 @@ class _Partitioner:
         op, outs = e.op, [self.plan.values.get(v) for v in e.outs]
         if isinstance(op, Scan):
             outs[op.num_carry :] = [slice_layout(x) if x is not None else None for x in outs[op.num_carry :]]
-        body = _Partitioner(self.plan, self.rule_for, self.layouts, self.names).graph(op.body, outs)
+        body = _Partitioner(self.plan, self.rule_for, self.layouts, self.names, self.origin).graph(op.body, outs)
         return replace(op, body=body)
 
 

@@ -8,7 +8,7 @@ a number when the program is bound to a rank's coordinates.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vescale_fn.sharding.graph import Graph, Var
@@ -73,5 +73,6 @@ class Program:
     mesh: MeshShape
     graph: Graph
     layouts: Mapping[Var, Layout]
+    origin: Mapping[Var, Var] = field(default_factory=dict)  # local Var -> the Var of the global graph it is a part of
     donated: frozenset[int] = frozenset()  # indices of inputs whose storage may be reused
     messages: tuple[str, ...] = ()

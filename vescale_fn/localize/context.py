@@ -8,7 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vescale_fn.program import LocalDim
-from vescale_fn.sharding.comm import AllGather, AllReduce, AllToAll, Comm, Permute, ReduceScatter, Slice, ToPartial
+from vescale_fn.sharding.comm import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Comm,
+    Exchange,
+    Permute,
+    ReduceScatter,
+    Slice,
+    ToPartial,
+)
 from vescale_fn.sharding.graph import Eqn, Source, Var
 from vescale_fn.sharding.layout import Layout
 from vescale_fn.sharding.reshard import plan as plan_reshard
@@ -20,6 +30,7 @@ _SUFFIX: dict[type, str] = {
     ReduceScatter: "rs",
     AllToAll: "a2a",
     Permute: "pm",
+    Exchange: "ex",
     Slice: "own",
     ToPartial: "part",
 }

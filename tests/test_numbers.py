@@ -1,0 +1,97 @@
+"""Exact counts of collectives for the textbook parallelisms, at test sizes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from gpt import FSDP, MEGATRON, Sizes, init, make_step, on_mesh
+from optree import tree_leaves
+
+import vescale_fn as vf
+
+
+def rows(s: Sizes, mesh: Any, table: dict[str, str], batch: str = "b s", **options: Any) -> list[Any]:
+    """The collectives of a train step."""
+    args = on_mesh(s, mesh, table, batch)
+    return list(vf.pjit(make_step(s, **options), donate_argnums=0).lower(*args).collectives)
+
+
+def kinds(rs: list[Any]) -> Counter[str]:
+    return Counter(r.kind for r in rs)
+
+
+def test_data_parallel_reduces_each_gradient_once() -> None:
+    s = Sizes()
+    rs = rows(s, vf.make_mesh(dp=4), {"*": "..."}, "b/dp s")
+    assert set(kinds(rs)) == {"all_reduce"}
+    parameters = sum(p.numel() for p in tree_leaves(init(s)))
+    elements = sum(r.numel for r in rs)
+    assert parameters <= elements <= parameters + 4  # the loss is a sum and a count
+    assert sum(r.numel > 1 for r in rs) == 1  # one bucket
+
+
+def test_megatron_has_two_all_reduces_a_layer_each_way() -> None:
+    for layers in (1, 3):
+        s = Sizes(layers=layers)
+        rs = rows(s, vf.make_mesh(tp=4), MEGATRON)
+        assert set(kinds(rs)) == {"all_reduce"}
+        big = [r for r in rs if r.numel == s.batch * s.seq * s.width]
+        assert Counter(r.phase for r in big) == {"forward": 2 * layers + 1, "backward": 2 * layers + 1}
+        assert all(r.numel <= s.batch * s.seq for r in rs if r not in big)
+
+
+@pytest.mark.parametrize("change", [{"fused": True}, {"tied": True}])
+def test_variants_cost_no_more(change: dict[str, bool]) -> None:
+    mesh = vf.make_mesh(tp=4)
+    plain, other = (sum(r.bytes for r in rows(s, mesh, MEGATRON)) for s in (Sizes(), Sizes(**change)))
+    assert other <= plain
+
+
+def test_fsdp_gathers_parameters_and_scatters_gradients() -> None:
+    s = Sizes()
+    rs = rows(s, vf.make_mesh(dp=4), FSDP, "b/dp s")
+    n = len(tree_leaves(init(s)))
+    counts = kinds([r for r in rs if r.numel > 4])
+    assert set(counts) == {"all_gather", "reduce_scatter"}
+    assert counts["all_gather"] == n
+    assert sum(r.operands for r in rs if r.kind == "reduce_scatter") == n
+
+
+def test_data_times_tensor_parallel_is_the_product() -> None:
+    s = Sizes()
+    rs = rows(s, vf.make_mesh(dp=2, tp=2), MEGATRON, "b/dp s")
+    assert set(kinds(rs)) == {"all_reduce"}
+    local = s.batch // 2 * s.seq * s.width
+    assert sum(r.numel == local and r.axes == ("tp",) for r in rs) == 2 * (2 * s.layers + 1)
+    gradients = [r for r in rs if r.axes == ("dp",) and r.numel > 4]
+    assert len(gradients) == 1
+
+
+def test_sequence_parallel_pairs_gathers_with_scatters() -> None:
+    s = Sizes()
+    mesh = vf.make_mesh(tp=4)
+    rs = rows(s, mesh, MEGATRON, between=lambda h: vf.reshard(h, "b s/tp d"))
+    big = [r for r in rs if r.numel >= s.batch * s.seq * s.width // 4]
+    assert set(kinds(big)) == {"all_gather", "reduce_scatter"}
+
+
+def test_step_equals_single_device() -> None:
+    s = Sizes(layers=1)
+    mesh = vf.make_mesh(dp=2, tp=2)
+    state, x, y = on_mesh(s, mesh, MEGATRON, "b/dp s", torch.float64)
+    step = make_step(s)
+    want, loss = step(*_plain(s))
+    got, value = vf.pjit(step)(state, x, y)
+    assert abs(float(value) - float(loss)) < 1e-12
+    for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True):
+        torch.testing.assert_close(a.full(), b, rtol=1e-9, atol=1e-10)
+
+
+def _plain(s: Sizes) -> Any:
+    from gpt import data
+
+    params = init(s, torch.float64)
+    return {"params": params, "opt": vf.optim.adamw(lr=1e-3).init(params)}, *data(s)

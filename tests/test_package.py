@@ -1,0 +1,58 @@
+"""The package as it ships: what import costs, what the wheel holds, which way imports run."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("vescale_fn", "sharding", "schedules")
+
+
+def sources() -> list[Path]:
+    """Every module once, as vescale_fn/... paths (two folders are links)."""
+    found = [p.relative_to(ROOT) for f in FOLDERS for p in (ROOT / f).rglob("*.py")]
+    return sorted({p if p.parts[0] == "vescale_fn" else Path("vescale_fn") / p for p in found})
+
+
+def test_import_loads_nothing_that_can_wait() -> None:
+    code = (
+        "import torch, sys; before = set(sys.modules); import vescale_fn; new = set(sys.modules) - before; "
+        "late = ('scipy', 'rich', 'torch._dynamo', 'torch._inductor', 'torch.distributed.tensor', 'pandas'); "
+        "print(sorted(m for m in new if m in late))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
+def test_wheel_holds_each_module_once(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+        str(ROOT),
+    ]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = [n for n in zipfile.ZipFile(wheel).namelist() if n.endswith(".py")]
+    assert sorted(names) == [str(p) for p in sources()]
+
+
+@pytest.mark.parametrize("path", [p for p in sources() if p.parts[1] == "sharding"], ids=str)
+def test_sharding_knows_nothing_of_the_other_parts(path: Path) -> None:
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        for name in names:
+            assert not name.startswith("vescale_fn") or name.startswith("vescale_fn.sharding"), f"{path} imports {name}"
