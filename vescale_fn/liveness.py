@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -34,19 +35,26 @@ def overwritable(graph: Graph, owned_inputs: frozenset[Var] = frozenset()) -> di
 
     `owned_inputs`: inputs whose memory belongs to the program (donated).
     """
+    free = sole_readers(graph, [e for e in graph.eqns if isinstance(e.op, COLLECTIVES)], owned_inputs)
+    return {e: tuple(v in dying for v in e.operands) for e, dying in free.items()}
+
+
+def sole_readers(graph: Graph, eqns: Iterable[Eqn], owned_inputs: frozenset[Var]) -> dict[Eqn, frozenset[Var]]:
+    """For each of `eqns`, its operands whose memory it is the last to read, and which the program owns."""
     family = _families(graph)
     last: dict[Var, int] = {}
     for i, e in enumerate(graph.eqns):
         last.update(dict.fromkeys((family[v] for v in e.reads), i))
     kept = {family[v] for v in graph.inputs if v not in owned_inputs} | {family[v] for v in vars_in(graph.outputs)}
-    return {
-        e: tuple(
-            family[v] not in kept and last[family[v]] == i and [family[o] for o in e.operands].count(family[v]) == 1
-            for v in e.operands
+    position = {e: i for i, e in enumerate(graph.eqns)}
+
+    def dying(e: Eqn) -> frozenset[Var]:
+        reads = Counter(family[v] for v in e.operands)
+        return frozenset(
+            v for v in e.operands if family[v] not in kept and last[family[v]] == position[e] and reads[family[v]] == 1
         )
-        for i, e in enumerate(graph.eqns)
-        if isinstance(e.op, COLLECTIVES)
-    }
+
+    return {e: dying(e) for e in eqns}
 
 
 def _families(graph: Graph) -> Mapping[Var, Var]:

@@ -6,9 +6,10 @@ from vescale_fn.passes.bucket import bucket
 from vescale_fn.passes.common import share_common
 from vescale_fn.passes.dead import drop_dead_equations
 from vescale_fn.passes.early import reduce_early
+from vescale_fn.passes.in_place import update_in_place
 from vescale_fn.program import Program
 
-PASSES = (share_common, drop_dead_equations, reduce_early, bucket)
+PASSES = (share_common, drop_dead_equations, reduce_early, bucket, update_in_place)
 
 
 def optimize(program: Program) -> Program:
@@ -18,4 +19,4 @@ def optimize(program: Program) -> Program:
     return program
 
 
-__all__ = ["PASSES", "bucket", "drop_dead_equations", "optimize", "reduce_early", "share_common"]
+__all__ = ["PASSES", "bucket", "drop_dead_equations", "optimize", "reduce_early", "share_common", "update_in_place"]
