@@ -7,11 +7,24 @@ from types import MappingProxyType
 from typing import Any
 
 from vescale_fn.sharding.graph import Eqn
-from vescale_fn.sharding.rules import factory, fft, matmul, pointwise, reduce, shape, view
+from vescale_fn.sharding.rules import (
+    attention,
+    conv,
+    factory,
+    fft,
+    index,
+    matmul,
+    norm,
+    order,
+    pointwise,
+    reduce,
+    shape,
+    view,
+)
 from vescale_fn.sharding.rules.registry import Entry
 from vescale_fn.sharding.rules.rule import Rule
 
-FAMILIES = (pointwise, reduce, matmul, view, shape, factory, fft)
+FAMILIES = (pointwise, reduce, matmul, view, shape, factory, fft, norm, order, index, attention, conv)
 
 RULES: Mapping[Any, Entry] = MappingProxyType({op: entry for f in FAMILIES for op, entry in f.ENTRIES.items()})
 

@@ -1,0 +1,90 @@
+"""Convolution, pooling and resampling: batch, channels and groups are free, spatial dims are whole.
+
+Channels are `(g c)`: g groups of c. The bias is added once per output, so where it is present the input channels,
+which are contracted, must be whole; `vescale_fn.decompose` splits it off when the user shards them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vescale_fn.sharding.graph import Eqn
+from vescale_fn.sharding.rules.norm import results_text
+from vescale_fn.sharding.rules.registry import Entry, bound_args, parse_rule
+from vescale_fn.sharding.rules.rule import Rule
+
+aten = torch.ops.aten
+
+
+def _space(stem: str, n: int) -> str:
+    return " ".join(f"!{stem}{i}" for i in range(n))
+
+
+def _convolution(eqn: Eqn) -> Rule:
+    """Forward and backward. A transposed convolution has its weight's channels the other way round."""
+    args = bound_args(eqn)
+    n = len(args["weight"].shape) - 2
+    backward = "grad_output" in args
+    biased = args["output_mask"][2] if backward else args["bias"] is not None
+    i = "!i" if biased else "i"
+    weight = f"(g {i}) o" if args["transposed"] else f"(g o) {i}"
+    names = {
+        "grad_output": f"b (g o) {_space('out', n)}",
+        "input": f"b (g {i}) {_space('in', n)}",
+        "weight": f"{weight} {_space('k', n)}",
+        "bias": "(g o)",
+    }
+    left = ", ".join(f"{name}: {dims}" for name, dims in names.items())
+    results = [names["input"], names["weight"], names["bias"]] if backward else [names["grad_output"]]
+    bias = {"bias"} if biased else set()
+    linear = [{"grad_output"}] if backward else [{"input"} | bias, {"weight"} | bias]
+    return parse_rule(f"{left} -> {results_text(eqn, results)}", eqn, linear=linear, sizes={"g": args["groups"]})
+
+
+def _planes(n: int, linear: tuple[set[int | str], ...] = ()) -> Entry:
+    """Operations on the last n dims, the same for every leading position."""
+
+    def entry(eqn: Eqn) -> Rule:
+        grids: dict[tuple[int, ...], str] = {}
+
+        def text(shape: tuple[int, ...]) -> str:
+            return f"... {grids.setdefault(shape[-n:], _space(f'x{len(grids)}_', n))}"
+
+        left = ", ".join(text(v.shape) for v in eqn.operands)
+        return parse_rule(f"{left} -> {', '.join(text(v.shape) for v in eqn.outs)}", eqn, linear=linear)
+
+    return entry
+
+
+_FIRST: tuple[set[int | str], ...] = ({0},)
+_LINEAR_2D = [
+    aten.avg_pool2d.default,
+    aten.avg_pool2d_backward.default,
+    aten._adaptive_avg_pool2d.default,
+    aten._adaptive_avg_pool2d_backward.default,
+    aten.max_pool2d_with_indices_backward.default,
+    aten.adaptive_max_pool2d_backward.default,
+    aten.upsample_nearest2d.default,
+    aten.upsample_nearest2d_backward.default,
+    aten.upsample_bilinear2d.default,
+    aten.upsample_bilinear2d_backward.default,
+]
+_LINEAR_3D = [
+    aten.avg_pool3d.default,
+    aten.avg_pool3d_backward.default,
+    aten._adaptive_avg_pool3d.default,
+    aten._adaptive_avg_pool3d_backward.default,
+    aten.max_pool3d_with_indices_backward.default,
+]
+
+ENTRIES: Mapping[Any, Entry] = {
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution,
+    **dict.fromkeys([aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default], _planes(2)),
+    **dict.fromkeys(_LINEAR_2D, _planes(2, _FIRST)),
+    aten.max_pool3d_with_indices.default: _planes(3),
+    **dict.fromkeys(_LINEAR_3D, _planes(3, _FIRST)),
+}
