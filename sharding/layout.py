@@ -167,7 +167,7 @@ class Layout:
                 runs = [(a + start * unit, a + (start + length) * unit)]
             else:
                 step = size // (state.pre * n)  # length of one digit
-                runs = [r for a, b in runs if a < b for r in _digit(a, b, step, n, c)]  # an empty dim has no digits
+                runs = [r for a, b in runs for r in _digit(a, b, step, n, c)]
         return tuple(runs)
 
     def local_size(self, dim: int, coords: Mapping[str, int]) -> int:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vescale_fn.engines import engine_for
-from vescale_fn.sharding.comm import AllGather, AllReduce, AllToAll, Permute, ReduceScatter, Slice, ToPartial
+from vescale_fn.sharding.comm import AllGather, AllReduce, AllToAll, Exchange, Permute, ReduceScatter, Slice, ToPartial
 from vescale_fn.sharding.layout import WHOLE, Layout, Partial, Ragged, Shard
 from vescale_fn.sharding.mesh import Mesh, MeshShape
 
@@ -36,7 +36,7 @@ def check_move(comm: Any, start: Layout, to: Layout) -> None:
 
 @st.composite
 def moves(draw: Any) -> tuple[Any, Layout, Layout]:
-    """A collective along one axis of a mesh of three, and the layouts before and after. Other axes carry other states."""
+    """A collective along one axis of a mesh of three, and the layouts before and after; other axes vary too."""
     mesh = MeshShape(("a", "b", "c"), tuple(draw(st.lists(st.integers(1, 3), min_size=3, max_size=3))))
     axis = draw(st.sampled_from([n for n in mesh.names if mesh[n] > 1] or ["a"]))
     n = mesh[axis]
@@ -144,6 +144,21 @@ def test_nested_uneven_axes() -> None:
     check_move(AllGather(("y",), 0, uneven=5), inner, outer)
     check_move(AllGather(("x", "y"), 0, uneven=5), inner, whole)
     check_move(ReduceScatter(("x", "y"), 0, uneven=5), whole.with_states({"x": Partial(), "y": Partial()}), inner)
+
+
+@pytest.mark.parametrize(
+    ("axes", "before", "after"),
+    [
+        (("x",), {"x": Shard(0, 1)}, {"x": Shard(0, 3)}),
+        (("x", "y"), {"x": Shard(0, 1), "y": Shard(0, 2)}, {"x": Shard(0, 3), "y": Shard(1)}),
+        (("x",), {"x": Ragged(0, (1, 3)), "y": Shard(1)}, {"x": Ragged(0, (4, 0)), "y": Shard(1)}),
+        ((), {"y": Shard(1)}, {"x": Shard(0, 6), "y": Shard(1)}),
+    ],
+)
+def test_exchange_of_irregular_blocks(axes: Any, before: Any, after: Any) -> None:
+    mesh = MeshShape(("x", "y"), (2, 2))
+    start, to = Layout.of(mesh, (12, 4), before), Layout.of(mesh, (12, 4), after)
+    check_move(Exchange(axes, start, to), start, to)
 
 
 def test_a_bucket_reduces_each_operand() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from vescale_fn.engines.kernels import own_slice, to_partial
+from vescale_fn.engines.kernels import Group, own_slice, to_partial
 from vescale_fn.liveness import last_uses, overwritable
 from vescale_fn.program import AxisIndex, LocalDim, Owned, Program, Unbound, bind_constant
 from vescale_fn.sharding.comm import COLLECTIVES, AllToAll, Collective, ReduceScatter, Slice, ToPartial
@@ -40,6 +40,7 @@ class Site:
     index: int
     name: str
     eqn: Eqn
+    mesh: MeshShape
     overwritable: tuple[bool, ...]
     ins: tuple[Layout, ...]
     outs: tuple[Layout, ...]
@@ -49,15 +50,14 @@ class Site:
         comm: Collective = self.eqn.op
         return comm
 
-    def sizes(self, mesh: MeshShape, coords: Mapping[str, int]) -> list[tuple[int, ...]]:
-        """For each operand, the extents of the pieces that it is split into, one per member of the group of `coords`;
-        empty when they are equal."""
-        comm = self.comm
-        if not isinstance(comm, (ReduceScatter, AllToAll)):
-            return [()] * len(self.outs)
-        dim = comm.dim if isinstance(comm, ReduceScatter) else comm.split_dim
-        members = [mesh.coords(r) for r in mesh.group(coords, comm.axes)]
-        return [() if x.is_even else tuple(x.local_size(dim, m) for m in members) for x in self.outs]
+    def group(self, coords: Mapping[str, int], operand: int = 0) -> Group:
+        """The ranks among which the rank at `coords` exchanges an operand."""
+        comm, out = self.comm, self.outs[operand]
+        members = tuple(self.mesh.coords(r) for r in self.mesh.group(coords, comm.axes))
+        dim = {ReduceScatter: "dim", AllToAll: "split_dim"}.get(type(comm))
+        if dim is None or out.is_even:
+            return Group(self.mesh, members)
+        return Group(self.mesh, members, tuple(out.local_size(getattr(comm, dim), m) for m in members))
 
     def __str__(self) -> str:
         where = f" ({self.eqn.source}: {self.eqn.source.code})" if self.eqn.source.file else ""
@@ -213,7 +213,7 @@ class _Module:
         layouts = self.program.layouts
         name = self.fresh(f"{_snake(type(e.op).__name__)}_{len(self.sites)}")
         ins, outs = tuple(layouts[v] for v in e.operands), tuple(layouts[v] for v in e.outs)
-        self.names[name] = site = Site(len(self.sites), name, e, may_overwrite, ins, outs)
+        self.names[name] = site = Site(len(self.sites), name, e, self.program.mesh, may_overwrite, ins, outs)
         self.sites.append(site)
         return name
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 class Executable(Protocol):
     """A program ready to run on the ranks that this process holds."""
 
-    code: Code
+    @property
+    def code(self) -> Code: ...
 
     def __call__(self, inputs: list[list[Any]]) -> list[list[Any]]:
         """Results [local rank][leaf] for inputs [local rank][leaf]. The inner lists are emptied, so that inputs which

@@ -1,0 +1,71 @@
+"""The ranks that one process holds, run in lock step: each up to its next collective, then the collective for all."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from vescale_fn.codegen import Code, Site
+from vescale_fn.engines.engine import rank_text
+
+Request = tuple[Site, tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class LockStep:
+    """A program bound to `ranks`, with the constants of each."""
+
+    code: Code
+    ranks: Sequence[int]
+    constants: Sequence[tuple[Any, ...]]
+
+    @abstractmethod
+    def exchange(self, site: Site, operands: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """Results [rank][operand] of one collective, for operands [rank][operand]."""
+
+    def __call__(self, inputs: list[list[Any]]) -> list[list[Any]]:
+        """Results [rank][leaf] for inputs [rank][leaf]; empties the inner lists."""
+        runs = [self.on_rank(i, self.code.function, args, k) for i, (args, k) in enumerate(zip(inputs, self.constants))]
+        if not self.code.communicates:
+            return runs
+        answers: list[Iterator[Tensor] | None] = [None] * len(runs)
+        while True:
+            requests: list[Request] = []
+            results: list[list[Any]] = []
+            for i, run in enumerate(runs):
+                answer, answers[i] = answers[i], None
+                try:
+                    requests.append(self.on_rank(i, run.send, answer))
+                except StopIteration as stop:
+                    results.append(stop.value)
+            if not requests:
+                return results
+            site = _same_site(requests, results)
+            # An iterator lets go of its list once unpacked: an answer lives no longer than the generated code keeps it.
+            answers = [iter(xs) for xs in self.exchange(site, [xs for _, xs in requests])]
+
+    def on_rank(self, i: int, fn: Callable[..., Any], *args: Any) -> Any:
+        """fn(*args) for the i-th rank of this process, which any error then names."""
+        try:
+            return fn(*args)
+        except Exception as error:
+            if not isinstance(error, StopIteration):
+                mesh = self.code.program.mesh
+                error.add_note(f"on {rank_text(self.ranks[i], mesh.coords(self.ranks[i]))} of mesh {mesh}")
+            raise
+
+
+def _same_site(requests: Sequence[Request], results: Sequence[Any]) -> Site:
+    """The collective that all ranks ask for."""
+    site = requests[0][0]
+    if results or any(other is not site for other, _ in requests):
+        asked = sorted({str(s) for s, _ in requests}) + ["the end of the step"] * bool(results)
+        raise RuntimeError(
+            f"Ranks do not agree on the next collective: {' | '.join(asked)}. All ranks of a mesh must run the same "
+            "program; a Python number that differs between ranks must not decide how often a loop runs."
+        )
+    return site

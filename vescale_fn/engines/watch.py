@@ -1,0 +1,83 @@
+"""How the processes of a mesh notice that one of them failed, or runs another program, instead of waiting for ever.
+
+Nothing is exchanged while all goes well. A process that raises writes why into the store that torch.distributed
+started with; one that has waited for a second looks there, and compares what it runs with what the others run.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import zip_longest
+from typing import Any
+
+import torch.distributed as dist
+
+from vescale_fn.codegen import Code
+
+_LOOK = timedelta(seconds=1)
+
+
+class PeerError(RuntimeError):
+    """Another process of the mesh stopped, or runs another program."""
+
+
+@dataclass(eq=False)
+class Watch:
+    """What one process knows and tells. `who` names the process in messages."""
+
+    store: dist.Store
+    who: str
+    calls: int = 0
+    code: Code | None = None
+
+    def begin(self, code: Code, first: bool) -> None:
+        """A program starts; on its `first` call the processes compare what they run."""
+        self.calls, self.code = self.calls + 1, code
+        if first:
+            self.compare()
+
+    def compare(self) -> None:
+        """Raise if another process runs another program as the same call. Whoever comes first sets the measure."""
+        assert self.code is not None
+        key, mine = f"call {self.calls}", f"{self.code.fingerprint} {self.who}"
+        if not self.store.check([key]):
+            self.store.compare_set(f"{key} source", "", zlib.compress(self.code.source.encode()).hex())
+        theirs = self.store.compare_set(key, "", mine).decode()
+        if theirs.split()[0] != self.code.fingerprint:
+            source = zlib.decompress(bytes.fromhex(self.store.get(f"{key} source").decode())).decode()
+            raise PeerError(_mismatch(theirs.partition(" ")[2], source, self.who, self.code.source))
+
+    def look(self) -> None:
+        """Raise if another process failed or runs another program."""
+        if self.store.check(["failure"]):
+            raise PeerError(f"{self.store.get('failure').decode()} {self.who} stopped with it.")
+        if self.code is not None:
+            self.compare()
+
+    def tell(self, error: BaseException) -> None:
+        """Let the others know that this process stops because of `error`. The first failure counts."""
+        text = f"{self.who} failed with {type(error).__name__}: {error}"
+        self.store.compare_set("failure", "", text if text.endswith(".") else text + ".")
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective, looking around once a second."""
+        while True:
+            try:
+                work.wait(_LOOK)
+                return
+            except RuntimeError:
+                self.look()
+                if work.is_completed():
+                    raise
+
+
+def _mismatch(who: str, source: str, me: str, mine: str) -> str:
+    pairs = enumerate(zip_longest(source.splitlines(), mine.splitlines(), fillvalue="(nothing)"), 1)
+    line, a, b = next(((i, a, b) for i, (a, b) in pairs if a != b), (0, "the same text", "other layouts or shapes"))
+    return (
+        f"Processes of one mesh run different programs: at line {line}, {who} has `{a.strip()}` and {me} has "
+        f"`{b.strip()}`. Every process must call the same steps in the same order, with arguments of the same shapes, "
+        "dtypes and shardings; look for code that depends on the rank."
+    )
