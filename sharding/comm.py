@@ -56,7 +56,7 @@ class ReduceScatter:
 class AllToAll:
     """split dim (split_pre, n, rest) keeps own digit; concat dim (concat_pre, rest) -> (concat_pre, n, rest).
 
-    When both dims are the same dim, split happens first and concat_pre counts in the dim after the split.
+    When both dims are the same dim, split happens first, into n equal pieces, and concat_pre counts in a piece.
     """
 
     axes: tuple[str, ...]
@@ -122,6 +122,15 @@ Local = Slice | ToPartial
 Comm = Collective | Local
 COLLECTIVES = (AllReduce, AllGather, ReduceScatter, AllToAll, Permute, Exchange)
 COMMS = (*COLLECTIVES, Slice, ToPartial)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One collective of a chain, and the layout of its result."""
+
+    comm: Comm
+    layout: Layout
+
 
 Runs = Sequence[tuple[int, int]]
 

@@ -1,0 +1,210 @@
+"""From one layout to another: the chain of collectives that moves least.
+
+`plan` searches the layouts in between. Cheapest is, in this order: fewest irregular exchanges, fewest elements sent,
+fewest collectives, fewest steps. No layout in between holds more on a rank than source or target, whichever holds
+more, so nothing is gathered that need not be.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import combinations, count, permutations
+
+from vescale_fn.sharding.comm import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    Permute,
+    ReduceScatter,
+    Slice,
+    Step,
+    ToPartial,
+)
+from vescale_fn.sharding.cost import sent
+from vescale_fn.sharding.digits import Position, dim_of, exists, minor, nest, position, refill, slots, within_dim
+from vescale_fn.sharding.layout import WHOLE, Kind, Layout, Partial, Shard, Whole
+
+
+@lru_cache(maxsize=65536)
+def plan(src: Layout, dst: Layout) -> tuple[Step, ...]:
+    """The collectives that bring a tensor from layout `src` to `dst`; none when they are equal. The value is kept.
+
+    >>> from vescale_fn.sharding.mesh import MeshShape
+    >>> m = MeshShape(("x", "y"), (2, 2))
+    >>> rows = Layout.of(m, (8, 8), {"x": Shard(0), "y": Partial()})
+    >>> [type(s.comm).__name__ for s in plan(rows, rows.with_state("y", Shard(1)))]
+    ['ReduceScatter']
+    """
+    if (src.mesh, src.shape) != (dst.mesh, dst.shape):
+        raise ValueError(
+            f"A reshard keeps mesh and global shape, but the source is {src} on mesh {src.mesh} and the target {dst} "
+            f"on mesh {dst.mesh}. Bring the tensor to the target's shape and mesh first."
+        )
+    limit = max(src.max_local_numel, dst.max_local_numel)
+    return _cheapest(src, dst, lambda layout: layout.max_local_numel <= limit)
+
+
+Cost = tuple[int, float, int, int]  # irregular exchanges, elements sent, collectives, steps
+
+
+def _cheapest(src: Layout, dst: Layout, fits: Callable[[Layout], bool]) -> tuple[Step, ...]:
+    """Dijkstra's search; equal costs keep the order in which `_moves` lists them."""
+    order = count()
+    queue: list[tuple[Cost, int, Layout, tuple[Step, ...]]] = [((0, 0.0, 0, 0), next(order), src, ())]
+    done: set[Layout] = set()
+    best: dict[Layout, Cost] = {}
+    while True:
+        cost, _, at, steps = heapq.heappop(queue)
+        if at == dst:
+            return steps
+        if at in done:
+            continue
+        done.add(at)
+        for step in _moves(at, dst):
+            total = _add(cost, step)
+            if step.layout not in done and fits(step.layout) and (step.layout not in best or total < best[step.layout]):
+                best[step.layout] = total
+                heapq.heappush(queue, (total, next(order), step.layout, (*steps, step)))
+
+
+def _add(cost: Cost, step: Step) -> Cost:
+    exchanges, elements, collectives, steps = cost
+    moved = sent(step.comm, step.layout)
+    irregular = isinstance(step.comm, Exchange)
+    local = isinstance(step.comm, (Slice, ToPartial))
+    return exchanges + irregular, elements + moved, collectives + (not local), steps + 1
+
+
+def _moves(at: Layout, dst: Layout) -> Iterator[Step]:
+    """Single steps that lead from `at` in the direction of `dst`, to layouts that exist."""
+    axes = tuple(a for a, s, t in zip(at.mesh.names, at.states, dst.states) if s != t)
+    for some in _subsets(axes):
+        for found in (_slice, _reduce_scatter, _all_reduce, _all_to_all, _all_gather, _to_partial, _permute):
+            yield from found(at, dst, some)
+    yield from _reorder(at, axes)
+    yield from _exchange(at, dst, axes)
+
+
+def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    for size in range(len(axes), 0, -1):
+        yield from combinations(axes, size)
+
+
+Found = Iterator[Step]
+
+
+def _slice(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
+    if all(isinstance(at[a], Whole) for a in axes):
+        for after, order, where in _landings(at, dst, axes):
+            yield Step(Slice(order, dim_of(after, order[0]), where.pre, where.uneven, where.units), after)
+
+
+def _reduce_scatter(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
+    kind = _kind(at, axes)
+    if kind:
+        for after, order, where in _landings(at, dst, axes):
+            dim = dim_of(after, order[0])
+            yield Step(ReduceScatter(order, dim, where.pre, kind, where.uneven, where.units), after)
+
+
+def _all_reduce(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
+    kind = _kind(at, axes)
+    if kind:
+        yield Step(AllReduce(axes, kind), at.with_states(dict.fromkeys(axes, WHOLE)))
+
+
+def _all_gather(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
+    order = _by_digit(at, axes)
+    where, after = position(at, order), at.with_states(dict.fromkeys(axes, WHOLE))
+    if where and exists(after):
+        yield Step(AllGather(order, dim_of(at, order[0]), where.pre, where.uneven, where.units), after)
+
+
+def _to_partial(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
+    kind = _kind(dst, axes)
+    after = at.with_states({a: dst[a] for a in axes})
+    if kind and all(isinstance(at[a], Whole) for a in axes) and exists(after):
+        yield Step(ToPartial(axes, kind), after)
+
+
+def _all_to_all(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
+    if not all(isinstance(at[a], Shard) for a in axes):
+        return
+    for after, order, split in _landings(at, dst, axes):
+        source, target = dim_of(at, order[0]), dim_of(after, order[0])
+        concat = position(at, order)
+        if source == target:
+            split, concat = within_dim(at, after, order) or (split, None)
+        if concat and not split.units:
+            pre = (split.pre, concat.pre)
+            yield Step(AllToAll(order, target, source, *pre, split.uneven, concat.uneven), after)
+
+
+def _permute(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
+    after = at.with_states({a: dst[a] for a in axes})
+    if len(axes) > 1 and exists(after):
+        yield from _permuted(at, after, axes)
+
+
+def _permuted(at: Layout, after: Layout, axes: Sequence[str]) -> Found:
+    """One permute, when every block of `after` is some rank's block of `at`."""
+    have, want = slots(at, axes), slots(after, axes)
+    if have.keys() == want.keys():
+        src = tuple(a for key in have for a in have[key])
+        yield Step(Permute(src, tuple(a for key in have for a in want[key])), after)
+
+
+def _reorder(at: Layout, axes: Sequence[str]) -> Found:
+    """Permutes among the axes that cut one even dim, so that those that leave it may become minor."""
+    for dim in range(at.ndim):
+        members = [a for a, _ in at.shards(dim) if a in axes and a not in nest(at, dim)]
+        for order in permutations(members) if members else ():
+            after = refill(at, members, order)
+            if after and after != at:
+                moved = [a for a in members if at[a] != after[a]]
+                yield from _permuted(at, after, moved)
+
+
+def _exchange(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
+    """All that remains, where nothing is pending."""
+    after = at.with_states({a: WHOLE if isinstance(dst[a], Partial) else dst[a] for a in axes})
+    if after != at and not _pending(at, axes):
+        senders = tuple(a for a in axes if at[a] != after[a] and not isinstance(at[a], Whole))
+        yield Step(Exchange(senders, at, after), after)
+
+
+def _landings(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Iterator[tuple[Layout, tuple[str, ...], Position]]:
+    """Layouts in which `axes` cut the dim that they cut in `dst`, with the axes major to minor and where they sit:
+    as in `dst`, or minor to the axes that are in the way."""
+    dim = dim_of(dst, axes[0])
+    if any(dim_of(dst, a) != dim for a in axes) or dim < 0:
+        return
+    after = at.with_states({a: dst[a] for a in axes})
+    if not exists(after):
+        state = minor(at, axes[0], dim)
+        if len(axes) > 1 or state is None or state == at[axes[0]]:
+            return
+        after = at.with_state(axes[0], state)
+    order = _by_digit(after, axes)
+    where = position(after, order)
+    if where:
+        yield after, order, where
+
+
+def _by_digit(layout: Layout, axes: Sequence[str]) -> tuple[str, ...]:
+    """`axes` in the order of the digits that they hold, when they cut one dim."""
+    order = [a for a, _ in layout.shards(dim_of(layout, axes[0]))]
+    return tuple(sorted(axes, key=lambda a: order.index(a) if a in order else -1))
+
+
+def _pending(layout: Layout, axes: Sequence[str]) -> bool:
+    return any(isinstance(layout[a], Partial) for a in axes)
+
+
+def _kind(layout: Layout, axes: Sequence[str]) -> Kind | None:
+    """The kind of reduction that pends on all of `axes`, if there is one."""
+    kinds = {s.kind if isinstance(s, Partial) else None for s in (layout[a] for a in axes)}
+    return kinds.pop() if len(kinds) == 1 else None
