@@ -1,0 +1,162 @@
+"""From torch.fx to `Graph`: list results flattened, copies and dead code dropped, readable names."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Source, Var, vars_in
+
+aten = torch.ops.aten
+
+# Results that are their first operand, once nothing is written in place.
+_SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
+
+
+def identifier(path: str) -> str:
+    """A Python identifier that resembles the path of an argument.
+
+    >>> identifier("state.blocks[0].w_qkv")
+    'state_blocks_0_w_qkv'
+    """
+    name = re.sub(r"\W+", "_", path).strip("_") or "x"
+    return f"_{name}" if name[0].isdigit() else name
+
+
+@dataclass
+class Names:
+    """Hands out names; one already taken gets a number."""
+
+    taken: set[str] = field(default_factory=set)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def new(self, base: str) -> str:
+        name = base
+        while name in self.taken:
+            self.counts[base] = self.counts.get(base, 0) + 1
+            name = f"{base}_{self.counts[base]}"
+        self.taken.add(name)
+        return name
+
+
+def graph_of_fx(gm: GraphModule, names: Sequence[str]) -> Graph:
+    """The Graph of a module that make_fx traced and that writes nothing in place. Every call node carries
+    meta["source"] and meta["backward"].
+
+    names: one for each placeholder of gm, in order.
+    """
+    return _Converter(gm).convert(names)
+
+
+@dataclass(eq=False)
+class _Converter:
+    gm: GraphModule
+    names: Names = field(default_factory=Names)
+    values: dict[Node, Any] = field(default_factory=dict)  # Var, nested results, or a constant
+    eqns: list[Eqn] = field(default_factory=list)
+
+    def convert(self, names: Sequence[str]) -> Graph:
+        given = iter(names)
+        inputs: list[Var] = []
+        outputs: tuple[Any, ...] = ()
+        for node in self.gm.graph.nodes:
+            if node.op == "placeholder":
+                self.values[node] = self.result(identifier(next(given)), node.meta["val"])
+                inputs.append(self.values[node])
+            elif node.op == "output":
+                outputs = tuple(self.argument(node.args[0]))
+            elif node.op == "get_attr":
+                self.values[node] = self.constant(getattr(self.gm, node.target))
+            else:
+                self.values[node] = self.call(node)
+        return drop_dead(Graph(tuple(inputs), tuple(with_phases(self.eqns, self.backward)), outputs))
+
+    backward: set[Eqn] = field(default_factory=set)
+
+    def argument(self, tree: Any) -> Any:
+        """Arguments of a node with Vars for nodes."""
+        if isinstance(tree, Node):
+            return self.values[tree]
+        if isinstance(tree, (tuple, list)):
+            return type(tree)(map(self.argument, tree)) if type(tree) in (tuple, list) else [*map(self.argument, tree)]
+        if isinstance(tree, dict):
+            return {k: self.argument(v) for k, v in tree.items()}
+        return tree
+
+    def result(self, base: str, val: Any) -> Any:
+        """New Vars in the structure of a node's value."""
+        if isinstance(val, torch.Tensor):
+            return Var(self.names.new(base), tuple(val.shape), val.dtype)
+        if isinstance(val, (tuple, list)):
+            return tuple(self.result(base, v) for v in val)
+        kinds = {torch.SymFloat: float, torch.SymInt: int, torch.SymBool: bool}
+        return Var(self.names.new(base), (), kinds.get(type(val), type(val)))
+
+    def constant(self, value: torch.Tensor) -> Var:
+        """A tensor of one element that the step made from a number (torch.tensor(2.0))."""
+        return self.emit(aten.full.default, (tuple(value.shape), value.item()), {"dtype": value.dtype}, "constant", value)
+
+    def call(self, node: Node) -> Any:
+        args, kwargs = self.argument(node.args), self.argument(node.kwargs)
+        if node.target is operator.getitem and isinstance(args[0], tuple):
+            return args[0][args[1]]
+        if _is_copy(node):
+            return args[0]
+        name = re.sub(r"_\d+$", "", node.name)
+        return self.emit(
+            node.target, args, kwargs, name, node.meta["val"], node.meta.get("source"), node.meta.get("backward", False)
+        )
+
+    def emit(
+        self,
+        op: Any,
+        args: Any,
+        kwargs: Mapping[str, Any],
+        name: str,
+        val: Any,
+        source: Source | None = None,
+        backward: bool = False,
+    ) -> Any:
+        result = self.result(name, val)
+        eqn = Eqn(op, tuple(args), dict(kwargs), tuple(vars_in(result)), source or Source())
+        self.eqns.append(eqn)
+        if backward:
+            self.backward.add(eqn)
+        return result
+
+
+def _is_copy(node: Node) -> bool:
+    """The result is the first operand, strides included."""
+    if node.target is aten.clone.default:
+        before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+        return bool(before.stride() == after.stride())
+    return node.target in _SAME_VALUE
+
+
+def with_phases(eqns: Sequence[Eqn], backward: set[Eqn]) -> list[Eqn]:
+    """forward, backward, and update: what comes after the last backward equation."""
+    from dataclasses import replace
+
+    last = max((i for i, e in enumerate(eqns) if e in backward), default=len(eqns))
+    phases = ["backward" if e in backward else "update" if i > last else "forward" for i, e in enumerate(eqns)]
+    return [replace(e, phase=p) for e, p in zip(eqns, phases)]
+
+
+def drop_dead(graph: Graph) -> Graph:
+    """Equations that no output needs are dropped."""
+    alive = set(vars_in(graph.outputs))
+    kept = []
+    for e in reversed(graph.eqns):
+        if not alive.isdisjoint(e.outs):
+            alive.update(e.reads)
+            kept.append(e)
+    return Graph(graph.inputs, tuple(reversed(kept)), graph.outputs)
+
+
+__all__ = ["Call", "Names", "Scan", "drop_dead", "graph_of_fx", "identifier"]

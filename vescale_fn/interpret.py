@@ -1,0 +1,56 @@
+"""The reference interpreter: evaluates a Graph on whole tensors. Slow and simple, the oracle for everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vescale_fn.sharding.graph import Call, Graph, Scan, Var, map_vars
+
+
+def run_graph(graph: Graph, inputs: Sequence[Any]) -> list[Any]:
+    """The outputs of `graph`: tensors, numbers, and the constants among its outputs.
+
+    >>> from vescale_fn.trace import Aval, trace_flat
+    >>> traced = trace_flat(lambda x: [x.sum() + 1, "done"], [Aval((3,), torch.float32)])
+    >>> run_graph(traced.graph, [torch.ones(3)])
+    [tensor(4.), 'done']
+    """
+    values: dict[Var, Any] = dict(zip(graph.inputs, inputs, strict=True))
+    for e in graph.eqns:
+        args, kwargs = map_vars(e.args, values.__getitem__), map_vars(e.kwargs, values.__getitem__)
+        results = evaluate(e.op, args, kwargs)
+        values.update(zip(e.outs, results, strict=True))
+    return [values[v] if isinstance(v, Var) else v for v in graph.outputs]
+
+
+def evaluate(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The results of one operation, nested lists flattened."""
+    if isinstance(op, Call):
+        return run_graph(op.body, args)
+    if isinstance(op, Scan):
+        return run_scan(op, args)
+    return flat_results(op(*args, **kwargs))
+
+
+def run_scan(scan: Scan, operands: Sequence[Any]) -> list[Any]:
+    """Final carries, then stacked outputs."""
+    consts, first_xs = scan.num_consts, scan.num_consts + scan.num_carry
+    carry, xs = list(operands[consts:first_xs]), operands[first_xs:]
+    rows: list[list[Any]] = []
+    for i in reversed(range(scan.length)) if scan.reverse else range(scan.length):
+        out = run_graph(scan.body, [*operands[:consts], *carry, *(x[i] for x in xs)])
+        carry = out[: scan.num_carry]
+        rows.append(out[scan.num_carry :])
+    if scan.reverse:
+        rows.reverse()
+    return [*carry, *(torch.stack(column) for column in zip(*rows))]
+
+
+def flat_results(result: Any) -> list[Any]:
+    """Results in the order of an equation's outs: nested lists flattened, None kept."""
+    if isinstance(result, (tuple, list)):
+        return [leaf for r in result for leaf in flat_results(r)]
+    return [result]

@@ -1,0 +1,288 @@
+"""Trace: from a step function to one flat `Graph` that holds forward, backward and update, with global shapes.
+
+torch.func is traced away; every equation knows the user's line. Tensors and Arrays that the step captures become extra
+inputs. Float arguments stay numbers (SymFloat) so that number promotion is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vescale_fn import trace_errors as errors
+from vescale_fn.fx_graph import graph_of_fx, identifier
+from vescale_fn.sharding.graph import Graph, Var
+from vescale_fn.source import Lines, source_of_traceback
+from vescale_fn.trace_errors import TraceError
+from vescale_fn.trace_modes import Lift, Record
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+@dataclass(frozen=True)
+class Aval:
+    """Shape, dtype and device of a tensor argument."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class ShapeDtype:
+    """A tensor that is only described: stands for an argument when a step is lowered but not run.
+
+    >>> ShapeDtype((8, 16), torch.bfloat16)
+    ShapeDtype(shape=(8, 16), dtype=torch.bfloat16, device='cpu')
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A traced step.
+
+    graph: inputs are the arguments in order, then the captured values.
+    captured: tensors and Arrays that the step closed over; read them again on each call.
+    static: indices of float arguments whose value the program depends on: it holds for the values traced with only.
+    """
+
+    graph: Graph
+    captured: tuple[Any, ...] = ()
+    static: frozenset[int] = frozenset()
+
+
+_current: ContextVar[Trace | None] = ContextVar("vescale_fn_trace", default=None)
+
+
+def current_trace() -> Trace | None:
+    """The trace under way, if any."""
+    return _current.get()
+
+
+def trace_flat(
+    fn: Callable[..., Sequence[Any]],
+    avals: Sequence[Aval | float],
+    *,
+    names: Sequence[str] | None = None,
+    fn_name: str = "step",
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+) -> Traced:
+    """Trace `fn`, which takes tensors and floats and returns a flat list of leaves.
+
+    avals: an Aval for a tensor argument, a value for a float argument (a decision that depends on it makes it static).
+    names: of the arguments, by default x0, x1, ...
+    Raises TraceError, with the user's line, where the step cannot be traced; an exception of the step itself is
+    raised as it is, with a note.
+
+    >>> traced = trace_flat(lambda x, lr: [x - lr * x.sin()], [Aval((3,), torch.float32), 0.1], names=["x", "lr"])
+    >>> print(traced.graph)
+    inputs x:f32[3], lr:float[]
+      sin:f32[3] = aten.sin(x)
+      mul:f32[3] = aten.mul.Tensor(sin, lr)
+      sub:f32[3] = aten.sub.Tensor(x, mul)
+    return sub
+    """
+    given = tuple(names) if names is not None else tuple(f"x{i}" for i in range(len(avals)))
+    floats = frozenset(i for i, a in enumerate(avals) if isinstance(a, float))
+
+    def attempt(static: frozenset[int]) -> tuple[Traced, frozenset[int]]:
+        return Trace(fn_name, decompositions or {}).run(fn, avals, given, static)
+
+    try:
+        traced, needed = attempt(frozenset())
+    except TraceError:
+        raise
+    except Exception:
+        if not floats:
+            raise
+        needed = floats  # a SymFloat does not do everything that a float does, f"{lr:.2f}" for one
+    if needed:
+        traced, _ = attempt(needed)
+        warnings.warn(errors.float_became_static(fn_name, ", ".join(given[i] for i in sorted(needed))), stacklevel=2)
+    return traced
+
+
+class Trace:
+    """The trace of one function, while it is under way."""
+
+    def __init__(self, fn_name: str, decompositions: Mapping[Any, Callable[..., Any]]) -> None:
+        self.fn_name = fn_name
+        self.decompositions = dict(decompositions)
+        self.captured: list[Any] = []
+        self.mode = _fake_mode()
+        self.lines = Lines()
+        self._tracer: Any = None
+        self._lifted: dict[int, torch.Tensor] = {}  # by id of the captured value
+        self._owners: dict[int, str] = {}  # storages that the step must not write, and what to call them
+
+    def run(
+        self, fn: Callable[..., Sequence[Any]], avals: Sequence[Aval | float], names: Sequence[str], static: frozenset[int]
+    ) -> tuple[Traced, frozenset[int]]:
+        """Trace fn, with the floats in `static` as constants. Also returns the floats that were guarded on."""
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        arguments = [a if i in static else self._example(a, f"argument {names[i]}") for i, a in enumerate(avals)]
+        dynamic = [i for i in range(len(avals)) if i not in static]
+        constants: list[Any] = []
+
+        def body(*values: Any) -> list[Any]:
+            inside = dict(enumerate(arguments)) | dict(zip(dynamic, values, strict=True))
+            with self._under_way():
+                leaves = [self.bring(x) for x in fn(*inside.values())]
+            constants[:] = [_DYNAMIC if _is_dynamic(x) else x for x in leaves]
+            return [x for x in leaves if _is_dynamic(x)]
+
+        with _compiling_flag():
+            gm = make_fx(body, self.decompositions, tracing_mode="fake")(*[arguments[i] for i in dynamic])
+        graph = graph_of_fx(gm, [names[i] for i in dynamic] + [f"captured_{i}" for i in range(len(self.captured))])
+        inputs = [*graph.inputs]
+        for i in sorted(static):
+            inputs.insert(i, Var(identifier(names[i]), (), float))
+        results = iter(graph.outputs)
+        outputs = tuple(next(results) if c is _DYNAMIC else c for c in constants)
+        return Traced(Graph(tuple(inputs), graph.eqns, outputs), tuple(self.captured), static), self._guarded(arguments)
+
+    # ---- what the modes ask
+
+    @property
+    def graph(self) -> torch.fx.Graph:
+        """The nodes recorded so far."""
+        graph: torch.fx.Graph = self._tracer.graph
+        return graph
+
+    def bring(self, value: Any) -> Any:
+        """`value`, or the input that stands for it if it is a tensor or an Array from outside."""
+        if isinstance(value, torch.Tensor):
+            return self.lift(value) if self._is_foreign(value) else value
+        return self.lift(value) if hasattr(value, "addressable_shards") else value
+
+    def lift(self, value: Any) -> torch.Tensor:
+        """A new input that stands for `value`, a tensor or Array from outside."""
+        from torch.fx.experimental.proxy_tensor import track_tensor_tree
+
+        if id(value) not in self._lifted:
+            number = len(self.captured)
+            self.captured.append(value)
+            with outside_transforms():
+                fake = self._example(aval_of(value), "a tensor that it captures")
+                first = next(n for n in self.graph.nodes if n.op != "placeholder" or n.next is self.graph._root)
+                with self.graph.inserting_before(first):
+                    proxy = self._tracer.create_proxy("placeholder", f"captured_{number}", (), {})
+                track_tensor_tree(fake, proxy, constant=None, tracer=self._tracer)
+            self._lifted[id(value)] = fake
+        return self._lifted[id(value)]
+
+    def owner(self, tensor: Any) -> str | None:
+        """What the storage of a tensor belongs to, if the step must not write it."""
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        return self._owners.get(tensor.untyped_storage()._cdata)
+
+    # ---- set-up and errors
+
+    def _example(self, aval: Aval | float, what: str) -> Any:
+        """The value that stands for an input of the step."""
+        if isinstance(aval, float):
+            return _sym_float(self.mode, aval, what)
+        with self.mode:
+            fake = torch.empty(aval.shape, dtype=aval.dtype, device=aval.device)
+        self._owners[fake.untyped_storage()._cdata] = what
+        return fake
+
+    def _is_foreign(self, tensor: torch.Tensor) -> bool:
+        base = tensor
+        while torch._C._functorch.is_functorch_wrapped_tensor(base):
+            base = torch._C._functorch.get_unwrapped(base)
+        return getattr(base, "fake_mode", None) is not self.mode
+
+    @contextlib.contextmanager
+    def _under_way(self) -> Iterator[None]:
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+        proxy_mode = get_proxy_mode()
+        assert proxy_mode is not None
+        self._tracer = proxy_mode.tracer
+        token = _current.set(self)
+        try:
+            with Lift(self), Record(self):
+                yield
+        except TraceError:
+            raise
+        except Exception as e:
+            e.add_note(errors.during(self.fn_name, source_of_traceback(e.__traceback__)))
+            raise
+        finally:
+            _current.reset(token)
+
+    def _guarded(self, arguments: Sequence[Any]) -> frozenset[int]:
+        """Float arguments on whose value the trace took a decision."""
+        symbols = {v.node.expr: i for i, v in enumerate(arguments) if isinstance(v, torch.SymFloat)}
+        env = self.mode.shape_env
+        assert env is not None
+        return frozenset(symbols[s] for g in env.guards for s in g.expr.free_symbols if s in symbols)
+
+
+def aval_of(value: Any) -> Aval:
+    """The Aval of a tensor or Array."""
+    device = str(value.device) if isinstance(value, torch.Tensor) else value.mesh.device_of(0)
+    return Aval(tuple(value.shape), value.dtype, device)
+
+
+_DYNAMIC = object()  # marks an output that the graph computes
+
+
+def _is_dynamic(x: Any) -> bool:
+    return isinstance(x, (torch.Tensor, torch.SymFloat, torch.SymInt, torch.SymBool))
+
+
+def _fake_mode() -> FakeTensorMode:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(
+        allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True
+    )
+
+
+def _sym_float(mode: FakeTensorMode, value: float, name: str) -> torch.SymFloat:
+    """A number without assumptions: comparing it with 0 is a decision too (positive=None)."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    env, source = mode.shape_env, ConstantSource(name)
+    assert env is not None
+    symbol = env.create_symbol(
+        value, source, DimDynamic.DYNAMIC, constraint_dim=None, positive=None, do_not_specialize_zero_one=True
+    )
+    return env.create_symfloatnode(symbol, hint=value, source=source)  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Neither the transforms of torch.func nor any mode see what happens inside."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with temporarily_clear_interpreter_stack(), _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+@contextlib.contextmanager
+def _compiling_flag() -> Iterator[None]:
+    """torch.compiler.is_compiling() is true inside: models leave out checks that read values."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before

@@ -1,0 +1,104 @@
+"""What watches a step while it is traced: `Lift` brings in what it captures, `Record` notes lines and refuses what a
+traced program cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vescale_fn import trace_errors as errors
+from vescale_fn.sharding.graph import Source, op_name
+from vescale_fn.trace_errors import TraceError
+
+if TYPE_CHECKING:
+    from vescale_fn.trace import Trace
+
+aten = torch.ops.aten
+
+
+def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
+    """`tree` (nested tuples, lists and dicts of arguments) with fn applied to each tensor."""
+    if isinstance(tree, torch.Tensor):
+        return fn(tree)
+    if type(tree) in (tuple, list):
+        return type(tree)([map_tensors(t, fn) for t in tree])
+    if type(tree) is dict:
+        return {k: map_tensors(v, fn) for k, v in tree.items()}
+    return tree
+
+
+class Lift(TorchFunctionMode):
+    """Replaces tensors that were not born in the trace by the inputs that stand for them."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*map_tensors(args, self.trace.bring), **map_tensors(kwargs or {}, self.trace.bring))
+
+
+class Record(TorchDispatchMode):
+    """Notes the user's line on every node; refuses writes to captured tensors, reads of values, and random draws."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
+        source, backward = self.trace.lines.locate()
+        if func is aten.lift_fresh.default and args[0].numel() != 1:
+            out = aten.clone.default(self.trace.lift(args[0]))
+        else:
+            if func._schema.is_mutable:
+                self._refuse_captured(func, args, kwargs, source)
+            out = self._call(func, args, kwargs, source)
+        self._annotate(source, backward)
+        return out
+
+    def _call(self, func: Any, args: Any, kwargs: Any, source: Source) -> Any:
+        from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+        name = self.trace.fn_name
+        if func is not aten.lift_fresh.default:
+            args, kwargs = map_tensors(args, self.trace.bring), map_tensors(kwargs, self.trace.bring)
+        try:
+            return func(*args, **kwargs)
+        except DataDependentOutputException:
+            raise TraceError(errors.reads_value(name, source)) from None
+        except DynamicOutputShapeException as e:
+            raise TraceError(errors.data_dependent_shape(name, op_name(e.func), source)) from None
+
+    def _refuse_captured(self, func: Any, args: Any, kwargs: Any, source: Source) -> None:
+        for spec, value in zip(func._schema.arguments, (*args, *kwargs.values())):
+            if spec.alias_info is None or not spec.alias_info.is_write:
+                continue
+            for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                what = self.trace.owner(tensor)
+                if what:
+                    raise TraceError(errors.writes_captured(self.trace.fn_name, what, op_name(func), source))
+
+    def _annotate(self, source: Source, backward: bool) -> None:
+        """Mark the nodes that are new since the last operation (arithmetic on numbers included)."""
+        node = self.trace.graph._root.prev
+        while node.op == "call_function" and "source" not in node.meta:
+            node.meta["source"], node.meta["backward"] = source, backward
+            if _is_random(node):
+                raise TraceError(errors.random_without_key(self.trace.fn_name, op_name(node.target), source))
+            node = node.prev
+
+
+def _is_random(node: torch.fx.Node) -> bool:
+    """Whether the node draws random numbers. Attention is tagged as random, but draws only with dropout."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    given = torch.fx.operator_schemas.normalize_function(node.target, node.args, node.kwargs, normalize_to_only_use_kwargs=True)  # type: ignore[arg-type]
+    values = given.kwargs if given is not None else {}
+    return values.get("dropout_p", True) != 0
