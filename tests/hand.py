@@ -56,7 +56,7 @@ class Hand:
         return graph
 
     def program(self, *outputs: Any, donated: Sequence[int] = ()) -> Program:
-        return Program(self.mesh, self.graph(*outputs), self.layouts, frozenset(donated))
+        return Program(self.mesh, self.graph(*outputs), self.layouts, donated=frozenset(donated))
 
 
 def parts(values: Tensor, layout: Layout, seed: int = 0) -> list[Tensor]:

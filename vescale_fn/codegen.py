@@ -30,6 +30,7 @@ from vescale_fn.sharding.comm import COLLECTIVES, AllToAll, Collective, ReduceSc
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, op_name, vars_in
 from vescale_fn.sharding.layout import Layout, Ragged
 from vescale_fn.sharding.mesh import MeshShape
+from vescale_fn.text import comm_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,7 +212,7 @@ class _Module:
 
     def site(self, e: Eqn, may_overwrite: tuple[bool, ...]) -> str:
         layouts = self.program.layouts
-        name = self.fresh(f"{_snake(type(e.op).__name__)}_{len(self.sites)}")
+        name = self.fresh(f"{comm_name(e.op)}_{len(self.sites)}")
         ins, outs = tuple(layouts[v] for v in e.operands), tuple(layouts[v] for v in e.outs)
         self.names[name] = site = Site(len(self.sites), name, e, self.program.mesh, may_overwrite, ins, outs)
         self.sites.append(site)
@@ -223,10 +224,6 @@ class _Module:
             name = self.fresh(name)
             self.bodies[id(graph)] = name, _Function(self, graph, name).emit()
         return self.bodies[id(graph)]
-
-
-def _snake(name: str) -> str:
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 @dataclass(eq=False)

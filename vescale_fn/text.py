@@ -1,0 +1,168 @@
+"""A per-rank program as text: one line an equation, local shapes, collectives standing out."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from vescale_fn.program import AxisIndex, LocalDim, Owned, Program
+from vescale_fn.sharding.comm import COLLECTIVES, COMMS, Exchange, Permute
+from vescale_fn.sharding.cost import sent
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, dtype_text, op_name
+from vescale_fn.sharding.layout import Layout, Ragged
+
+
+def program_text(program: Program) -> str:
+    """The program of one rank, the same for all. `f32[8/dp, 64]` is 8 rows divided over dp; `{sum: tp}` a pending sum;
+    `(3 64/tp)` a dim whose inner factor is divided; `5~/dp` an uneven division.
+
+    Collectives are marked with `>>` and say their axes and the bytes that a rank sends.
+    """
+    lines = [f"program on mesh {program.mesh}"]
+    inputs = program.graph.inputs
+    width = max((len(v.name) for v in inputs), default=0)
+    for i, v in enumerate(inputs):
+        donated = "  donated" if i in program.donated else ""
+        lines.append(f"   {v.name:<{width}} : {value_text(v, program.layouts)}{donated}")
+    lines += _body(program.graph, program, "")
+    return "\n".join(lines)
+
+
+def _body(graph: Graph, program: Program, indent: str) -> list[str]:
+    """The equations of a graph, aligned, those of sub-programs indented below them."""
+    rows, phase = [], None
+    for e in graph.eqns:
+        if e.phase != phase:
+            phase = e.phase
+            rows.append((f"{indent}-- {phase}", "", ""))
+        mark = ">>" if isinstance(e.op, COLLECTIVES) else "  "
+        outs = ", ".join(f"{v.name} : {value_text(v, program.layouts)}" for v in e.outs)
+        rows.append((f"{indent}{mark} {outs}", f"= {_call_text(e, program)}", _source_text(e)))
+        if isinstance(e.op, (Scan, Call)):
+            inputs = ", ".join(f"{v.name} : {value_text(v, program.layouts)}" for v in e.op.body.inputs)
+            rows.append((f"{indent}      body {inputs}", "", ""))
+            rows += [(line, "", "") for line in _body(e.op.body, program, indent + "      ")]
+    left = max((min(len(a), 44) for a, b, _ in rows if b), default=0)
+    lines = [(f"{a:<{left}} {b}" if b else a, c) for a, b, c in rows]
+    right = max((min(len(a), 108) for a, c in lines if c), default=0)
+    text = [f"{a:<{right}}  # {c}" if c else a for a, c in lines]
+    return [*text, f"{indent}   return {', '.join(map(_argument, graph.outputs))}"]
+
+
+def _source_text(e: Eqn) -> str:
+    return f"{os.path.basename(e.source.file)}:{e.source.line}" if e.source.file else ""
+
+
+def _call_text(e: Eqn, program: Program) -> str:
+    if isinstance(e.op, COMMS):
+        return f"{comm_text(e.op)} ({', '.join(map(_argument, e.args))}){_bytes_sent(e, program)}"
+    if isinstance(e.op, Scan):
+        name = f"scan x{e.op.length}" + (" reversed" if e.op.reverse else "")
+    else:
+        name = op_name(e.op) if not hasattr(e.op, "__name__") or hasattr(e.op, "_schema") else e.op.__name__
+    arguments = [*map(_argument, e.args), *(f"{k}={_argument(a)}" for k, a in e.kwargs.items())]
+    return f"{name}({', '.join(arguments)})"
+
+
+def _bytes_sent(e: Eqn, program: Program) -> str:
+    if not isinstance(e.op, COLLECTIVES):
+        return ""
+    total = sum(round(sent(e.op, program.layouts[o]) * o.dtype.itemsize) for o in e.outs)
+    return f"  sends {total:,} B"
+
+
+def comm_name(op: Any) -> str:
+    """`all_reduce`, `slice`, ..."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(op).__name__).lower()
+
+
+def comm_text(op: Any) -> str:
+    """`all_reduce sum tp`, `all_gather dim 0 tp`, `all_to_all dim 1 -> 0 (dp tp)`.
+
+    >>> from vescale_fn.sharding.comm import AllGather
+    >>> comm_text(AllGather(("dp", "tp"), 1))
+    'all_gather dim 1 (dp tp)'
+    """
+    name = comm_name(op)
+    if isinstance(op, Permute):
+        return f"permute {axes_text(op.src)} -> {axes_text(op.dst)}"
+    if isinstance(op, Exchange):
+        return f"exchange {axes_text(op.axes)}"
+    if hasattr(op, "split_dim"):
+        return f"{name} dim {op.concat_dim} -> {op.split_dim} {axes_text(op.axes)}"
+    dim = f" dim {op.dim}" if hasattr(op, "dim") else ""
+    return f"{name}{dim} {op.kind} {axes_text(op.axes)}" if hasattr(op, "kind") else f"{name}{dim} {axes_text(op.axes)}"
+
+
+def axes_text(axes: tuple[str, ...]) -> str:
+    """`tp`, or `(dp tp)`."""
+    return axes[0] if len(axes) == 1 else f"({' '.join(axes)})"
+
+
+def value_text(v: Var, layouts: Mapping[Var, Layout]) -> str:
+    """Type of a value on a rank: `f32[8/dp, 64] {sum: tp}`."""
+    if not v.is_tensor:
+        return dtype_text(v.dtype)
+    return f"{dtype_text(v.dtype)}{layout_text(layouts[v])}"
+
+
+def layout_text(layout: Layout) -> str:
+    """A layout, dims divided by axes.
+
+    >>> from vescale_fn.sharding.layout import Partial, Shard
+    >>> from vescale_fn.sharding.mesh import MeshShape
+    >>> m = MeshShape(("dp", "tp"), (2, 4))
+    >>> layout_text(Layout.of(m, (8, 24), {"dp": Shard(0), "tp": Shard(1, 3)}))
+    '[8/dp, (3 8/tp)]'
+    >>> layout_text(Layout.of(m, (8, 24), {"dp": Shard(0), "tp": Partial()}))
+    '[8/dp, 24] {sum: tp}'
+    """
+    pending = ", ".join(f"{kind}: {axis}" for axis, kind in layout.partial)
+    return f"[{', '.join(_dim_text(layout, d) for d in range(layout.ndim))}]" + (f" {{{pending}}}" if pending else "")
+
+
+def _dim_text(layout: Layout, dim: int) -> str:
+    size = layout.shape[dim]
+    for axis, state in zip(layout.mesh.names, layout.states):
+        if isinstance(state, Ragged) and state.dim == dim:
+            return f"{size}~{list(state.units)}/{axis}"
+    factors = _factors(layout, dim)
+    return factors[0] if len(factors) == 1 else f"({' '.join(factors)})"
+
+
+def _factors(layout: Layout, dim: int) -> list[str]:
+    """The factors of a dim, major to minor: a new one starts wherever an axis does not continue the one before."""
+    starts: list[tuple[int, list[str], bool]] = [(1, [], False)]
+    position = 1
+    for axis, state in layout.shards(dim):
+        if state.pre != position and not state.uneven:
+            starts.append((state.pre, [], False))
+        start, axes, uneven = starts[-1]
+        starts[-1] = (start, [*axes, axis], uneven or bool(state.uneven))
+        position = state.pre * layout.mesh[axis]
+    ends = [s[0] for s in starts[1:]] + [layout.shape[dim]]
+    sizes = [end // start for (start, _, _), end in zip(starts, ends)]
+    return [
+        f"{size}{'~' * uneven}" + (f"/{axes_text(tuple(axes))}" if axes else "")
+        for size, (_, axes, uneven) in zip(sizes, starts)
+    ]
+
+
+def _argument(a: Any) -> str:
+    """An argument as text; unbound constants as what they mean."""
+    match a:
+        case Var():
+            return a.name
+        case LocalDim():
+            return _dim_text(a.layout, a.dim)
+        case Owned():
+            return f"owned({_dim_text(a.layout, a.dim)})"
+        case AxisIndex():
+            return f"index({axes_text(a.axes)})"
+        case list():
+            return f"[{', '.join(map(_argument, a))}]"
+        case tuple():
+            return f"({', '.join(map(_argument, a))})"
+    return str(a).removeprefix("torch.") if type(a).__module__ == "torch" else repr(a)
