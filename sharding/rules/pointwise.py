@@ -46,15 +46,15 @@ def _is_zero(value: Any) -> bool:
     return isinstance(value, (bool, int, float, complex)) and value == 0
 
 
-def _to_copy(eqn: Eqn) -> Rule:
-    """A cast to a floating type keeps order; a copy keeps everything."""
-    old, new = eqn.operands[0].dtype, eqn.outs[0].dtype
-    ordered = new.is_floating_point and not old.is_complex
-    return elementwise(eqn, linear=[{0}], through=[0] if old is new or ordered else [])
+def _copy_of(argument: str) -> Entry:
+    """The result is that argument, perhaps broadcast or cast. A cast to a floating type keeps order too."""
 
+    def entry(eqn: Eqn) -> Rule:
+        old, new = bound_args(eqn)[argument].dtype, eqn.outs[0].dtype
+        ordered = old is new or (new.is_floating_point and not old.is_complex)
+        return elementwise(eqn, linear=[{argument}], through=[argument] if ordered else [])
 
-def _same(eqn: Eqn) -> Rule:
-    return elementwise(eqn, through=[0])
+    return entry
 
 
 _GRAD = _linear_in({"grad_output"})
@@ -62,18 +62,29 @@ _GRAD = _linear_in({"grad_output"})
 _SUMS = [aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.where.self]
 _PRODUCTS = [aten.mul.Tensor, aten.mul.Scalar]
 _QUOTIENTS = [aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor]
-_UNARY = [
+_LINEAR = [
     aten.neg.default,
-    aten.positive.default,
     aten.deg2rad.default,
     aten.rad2deg.default,
     aten.conj_physical.default,
     aten._conj_physical.default,
     aten._conj.default,
-    aten.resolve_conj.default,
     aten._neg_view.default,
-    aten.resolve_neg.default,
     aten.ldexp.Tensor,
+    aten.__lshift__.Tensor,
+    aten.__lshift__.Scalar,
+    aten.bitwise_left_shift.Tensor,
+    aten.bitwise_left_shift.Tensor_Scalar,
+]
+_COPIES = [
+    aten._to_copy.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.lift_fresh_copy.default,
+    aten.positive.default,
+    aten.resolve_conj.default,
+    aten.resolve_neg.default,
 ]
 _BACKWARD = [
     aten.gelu_backward.default,
@@ -92,13 +103,13 @@ _BACKWARD = [
     aten.native_dropout_backward.default,
     aten._prelu_kernel_backward.default,
 ]
-_UNTAGGED = [aten.hardswish.default, aten._prelu_kernel.default, aten.polar.default]
+_UNTAGGED = [aten.hardswish.default, aten._prelu_kernel.default]
 
 ENTRIES: Mapping[Any, Entry] = {
     **dict.fromkeys(_SUMS, _linear_in({"self", "other"})),
     **dict.fromkeys(_PRODUCTS, _linear_in({"self"}, {"other"})),
     **dict.fromkeys(_QUOTIENTS, _linear_in({"self"})),
-    **dict.fromkeys(_UNARY, _linear_in({"self"})),
+    **dict.fromkeys(_LINEAR, _linear_in({"self"})),
     **dict.fromkeys(_BACKWARD, _GRAD),
     **dict.fromkeys(_UNTAGGED, elementwise),
     aten.div.Tensor_mode: _unrounded_division,
@@ -108,14 +119,11 @@ ENTRIES: Mapping[Any, Entry] = {
     aten.lerp.Scalar: _linear_in({"self", "end"}),
     aten.lerp.Tensor: _linear_in({"self", "end"}),
     aten.complex.default: _linear_in({"real", "imag"}),
+    aten.polar.default: _linear_in({"abs"}),
     aten.masked_fill.Scalar: _masked_fill,
     aten.masked_fill.Tensor: _linear_in({"self", "value"}),
-    aten.copy.default: _linear_in({"src"}),
     aten.fill.Scalar: elementwise,
-    aten.fill.Tensor: _linear_in({"value"}),
-    aten.clone.default: _same,
-    aten.alias.default: _same,
-    aten.detach.default: _same,
-    aten.lift_fresh_copy.default: _same,
-    aten._to_copy.default: _to_copy,
+    **dict.fromkeys(_COPIES, _copy_of("self")),
+    aten.copy.default: _copy_of("src"),
+    aten.fill.Tensor: _copy_of("value"),
 }

@@ -21,12 +21,11 @@ aten = torch.ops.aten
 
 
 def reduced_dims(eqn: Eqn) -> frozenset[int]:
-    """The dims that a reduction takes away; none named means all."""
-    args, ndim = bound_args(eqn), len(eqn.operands[0].shape)
-    dim = args.get("dim")
-    if isinstance(dim, int):
-        return frozenset({dim % ndim} if ndim else ())
-    return frozenset(d % ndim for d in dim or ()) or frozenset(range(ndim))
+    """The dims that a reduction takes away. None named means all, but for any and all, to which `[]` is none."""
+    dim, ndim = bound_args(eqn).get("dim"), len(eqn.operands[0].shape)
+    if dim is None or (dim in ([], ()) and eqn.op not in (aten.any.dims, aten.all.dims)):
+        return frozenset(range(ndim))
+    return frozenset(d % ndim for d in ([dim] if isinstance(dim, int) else dim) if ndim)
 
 
 def _reduction(kind: Kind | None, linear: bool = False) -> Entry:

@@ -207,7 +207,7 @@ def _slice_scatter(eqn: Eqn) -> Rule:
     (x, part), args = eqn.operands, bound_args(eqn)
     tokens, d = letters(len(x.shape)), args["dim"] % len(x.shape)
     if x.shape[d] == part.shape[d]:
-        return parse_rule("..., ... -> ...", eqn, linear=[{0, 1}])
+        return parse_rule("..., ... -> ...", eqn, linear=[{0, 1}], through=[1])
     full, piece = " ".join(replaced(tokens, d, "!full")), " ".join(replaced(tokens, d, "!part"))
     return parse_rule(f"{full}, {piece} -> {full}", eqn, linear=[{0, 1}])
 
