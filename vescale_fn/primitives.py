@@ -1,0 +1,108 @@
+"""Operations of our own. Each is one node in a trace and works under every transform of torch.func: a plain library
+operation inside an autograd.Function with static forward, setup_context, jvp and vmap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_fn.sharding.bind import bind_sized, resolve
+from vescale_fn.sharding.forms import SpecLike, as_spec
+from vescale_fn.sharding.grammar import parse
+from vescale_fn.sharding.graph import Eqn
+from vescale_fn.sharding.layout import Layout
+from vescale_fn.sharding.mesh import MeshShape
+from vescale_fn.sharding.spec import SpecError
+from vescale_fn.trace import current_trace
+
+_LIBRARY: Any = torch.library.Library("vescale_fn", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("reshard(Tensor x, str spec) -> Tensor")
+_LIBRARY.impl("reshard", lambda x, spec: x.clone(), "CompositeExplicitAutograd")
+
+RESHARD = torch.ops.vescale_fn.reshard.default
+
+_COTANGENT = {"sum": "ct", "ct": "sum", "at": "at"}  # partial sums and their gradients; max and min have none
+
+
+class Reshard(torch.autograd.Function):
+    """The identity, with a wish for the layout of the value; its gradient has the same wish."""
+
+    @staticmethod
+    def forward(x: Tensor, spec: str) -> Tensor:  # type: ignore[override]
+        result: Tensor = RESHARD(x, spec)
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.spec = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return Reshard.apply(grad, cotangent_spec(ctx.spec)), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:  # type: ignore[override]
+        return Reshard.apply(tangent, ctx.spec)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], x: Tensor, spec: str) -> Any:
+        return Reshard.apply(x.movedim(in_dims[0] or 0, 0), f"_ {spec}".strip()), 0
+
+
+def cotangent_spec(spec: str) -> str:
+    """Where the gradient of a value lives: where the value does, except that it is whole where the value is partial.
+
+    >>> cotangent_spec("b/dp d {sum: tp}")
+    'b/dp d {ct: tp}'
+    """
+    parsed = parse(spec)
+    state = tuple(replace(e, kind=_COTANGENT[e.kind]) for e in parsed.state if e.kind in _COTANGENT)
+    return str(replace(parsed, state=state))
+
+
+def reshard(x: Any, spec: SpecLike, **sizes: int | Sequence[int]) -> Any:
+    """`x` in the layout that `spec` says; the value does not change.
+
+    Inside pjit a constraint on where the value lives, and on an Array a move. On a plain tensor only rank and sizes
+    are checked, so a function that uses it runs without a mesh too.
+
+    sizes: of factors inside groups and of named units, as in `reshard(w, "d (qkv h/tp k)", qkv=3, h=16)`.
+    Raises SpecError when rank or sizes do not fit.
+
+    >>> reshard(torch.ones(4, 6), "b/dp (h/tp k)", h=2).shape
+    torch.Size([4, 6])
+    >>> reshard(torch.ones(4), "b/dp d")
+    Traceback (most recent call last):
+    vescale_fn.sharding.spec.SpecError: vf.reshard: The spec has 2 dims, but the tensor of shape [4] has 1 dim.
+      b/dp d
+      ^
+    """
+    parsed, own = as_spec(spec)
+    given = {**own, **sizes}
+    trace = current_trace()
+    if trace is None and not isinstance(x, Tensor):
+        from vescale_fn.move import move  # runs a program, whose lowering needs this module
+
+        return move(x, parsed, **given)
+    value = x if trace is None else trace.bring(x)
+    try:
+        resolve(parsed, tuple(value.shape), given)
+    except SpecError as e:
+        raise e.within("vf.reshard") from None
+    return value if trace is None else Reshard.apply(value, str(parsed.with_sizes(given)))
+
+
+with_sharding_constraint = reshard
+
+
+def constraint_layout(e: Eqn, mesh: MeshShape) -> Layout:
+    """The layout that an equation of `reshard` asks for."""
+    (x,) = e.operands
+    try:
+        return bind_sized(parse(e.args[1]), x.shape, mesh, {})
+    except SpecError as error:
+        raise error.within(f"vf.reshard at {e.source}: {e.source.code}") from None
