@@ -1,0 +1,74 @@
+"""What comes before the first step: import, trace, lowering; and how lowering grows with layers and ranks.
+
+python benchmarks/bench_lowering.py
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from models import TENSOR_PARALLEL, Config, Loss, batch, functional, scanned, train_step
+from race import report
+
+import vescale_fn as vf
+
+# The scanned model has its layers on a leading dim.
+STACKED = {name.replace("*.", "blocks.*"): "l " + spec for name, spec in TENSOR_PARALLEL.items() if "*." in name}
+STACKED = {"blocks.*norm?.weight": "l d", **STACKED, **TENSOR_PARALLEL}
+
+
+def arguments(c: Config, rules: dict[str, str], made: tuple[Loss, dict[str, Any]], mesh: Any) -> tuple[Any, Any]:
+    """A train step and its arguments, on `mesh`."""
+    loss, params = made
+    opt = vf.optim.adamw()
+    placed = vf.device_put(params, vf.rules(rules, h=c.heads), mesh)
+    x, y = vf.device_put(batch(c), "b/dp t", mesh)
+    return train_step(loss, opt), ({"params": placed, "opt": opt.init(placed)}, x, y)
+
+
+def seconds(act: Callable[[], Any], repeats: int = 3) -> float:
+    """Median time of `act`."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        act()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def import_seconds(module: str) -> float:
+    """Time of an import in a fresh interpreter."""
+    code = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
+    runs = [float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout) for _ in "123"]
+    return statistics.median(runs)
+
+
+def main() -> None:
+    mesh = vf.make_mesh(dp=2, tp=2)
+    twelve, args = arguments(Config(layers=12), TENSOR_PARALLEL, functional(Config(layers=12)), mesh)
+    times = {
+        "trace, 12 layers": seconds(lambda: twelve.trace(*args)),
+        "trace and lower, 12 layers": seconds(lambda: twelve.lower(*args)),
+        "import torch": import_seconds("torch"),
+        "import vescale_fn": import_seconds("vescale_fn"),
+    }
+    for layers in (2, 96):
+        c = Config(layers=layers, width=64, heads=4)
+        step, scan_args = arguments(c, STACKED, scanned(c), mesh)
+        times[f"lower, {layers} scanned layers"] = seconds(lambda: step.lower(*scan_args))  # noqa: B023
+    ratios = {
+        "trace and lower / trace": times["trace and lower, 12 layers"] / times["trace, 12 layers"],
+        "96 scanned layers / 2": times["lower, 96 scanned layers"] / times["lower, 2 scanned layers"],
+        "import vescale_fn - import torch, seconds": times["import vescale_fn"] - times["import torch"],
+    }
+    bounds = dict(zip(ratios, (3.0, 1.2, 0.3)))
+    report("lowering", {k: [t] for k, t in times.items()}, ratios, bounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Tensor parallel on two gloo processes, one core each: Megatron's plan in vescale_fn against DTensor.
+
+python benchmarks/bench_tp.py
+"""
+
+from __future__ import annotations
+
+import rivals
+from models import TENSOR_PARALLEL, Config, batch, functional, train_step
+from race import Step, race, ratio, report
+
+import vescale_fn as vf
+
+
+def vescale_tp(c: Config, rank: int, world: int) -> Step:
+    loss, params = functional(c)
+    mesh, opt = vf.make_mesh(tp=world), vf.optim.adamw()
+    placed = vf.device_put(params, vf.rules(TENSOR_PARALLEL, h=c.heads), mesh)
+    x, y = vf.device_put(batch(c), "b t", mesh)
+    step, state = train_step(loss, opt), {"params": placed, "opt": opt.init(placed)}
+
+    def run() -> object:
+        nonlocal state
+        state, value = step(state, x, y)
+        return value
+
+    return run
+
+
+def main() -> None:
+    times, _ = race({"vescale_fn": vescale_tp, "DTensor": rivals.dtensor_tp}, Config())
+    name = "vescale_fn / DTensor tensor parallel"
+    report("tp", times, {name: ratio(times, "vescale_fn", "DTensor")}, {name: 0.7})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Contestants run in turn in the same processes, so that the noise of the machine hits all of them alike.
+
+A contestant is a function of (config, rank, world) that builds everything and returns a step: a function without
+arguments. Processes are pinned to one core each. What counts is the median over rounds of the ratio to another
+contestant in the same round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+Step = Callable[[], Any]
+Contestant = Callable[[Any, int, int], Step]
+Times = dict[str, list[float]]
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def race(
+    contestants: Mapping[str, Contestant], config: Any, world: int = 2, rounds: int = 15, steps: int = 2
+) -> tuple[Times, Times]:
+    """Seconds per step of each contestant in each round on rank 0: by the clock, and of CPU time."""
+    with tempfile.TemporaryDirectory() as folder:
+        args = (dict(contestants), config, world, rounds, steps, folder)
+        mp.spawn(_process, args, nprocs=world)  # type: ignore[no-untyped-call]
+        clock, cpu = json.loads((Path(folder) / "times.json").read_text())
+    return clock, cpu
+
+
+def _process(
+    rank: int, contestants: dict[str, Contestant], config: Any, world: int, rounds: int, steps: int, folder: str
+) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    built = {name: make(config, rank, world) for name, make in contestants.items()}
+    for step in built.values():
+        step(), step()  # compile and warm up
+    clock: Times = {name: [] for name in built}
+    cpu: Times = {name: [] for name in built}
+    for _ in range(rounds):
+        for name, step in built.items():
+            dist.barrier()
+            start, busy = time.perf_counter(), time.process_time()
+            for _ in range(steps):
+                step()
+            clock[name].append((time.perf_counter() - start) / steps)
+            cpu[name].append((time.process_time() - busy) / steps)
+    dist.barrier()
+    if rank == 0:
+        (Path(folder) / "times.json").write_text(json.dumps([clock, cpu]))
+    dist.destroy_process_group()
+
+
+def ratio(times: Times, a: str, b: str) -> float:
+    """Median over rounds of time(a) / time(b)."""
+    return statistics.median(x / y for x, y in zip(times[a], times[b]))
+
+
+def report(name: str, times: Times, ratios: Mapping[str, float], bounds: Mapping[str, float]) -> None:
+    """Print medians and ratios beside their bounds, and keep the ratios in results/<name>.json for the README."""
+    print(f"\n{name}: median seconds per step")
+    for who, t in times.items():
+        print(f"  {who:28} {statistics.median(t):8.4f}")
+    print("ratios (median over rounds)")
+    for what, r in ratios.items():
+        bound = f"   aim: at most {bounds[what]}" if what in bounds else ""
+        print(f"  {what:40} {r:6.3f}{bound}")
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps({k: round(r, 3) for k, r in ratios.items()}, indent=1) + "\n")
