@@ -107,15 +107,6 @@ def _index_select(eqn: Eqn) -> Rule:
     )
 
 
-def _index_select_backward(eqn: Eqn) -> Rule:
-    """Rows of the gradient summed at their index: each rank adds up its rows."""
-    grad = bound_args(eqn)["grad"]
-    tokens = letters(len(grad.shape))
-    d = bound_args(eqn)["dim"] % len(tokens)
-    text = f"{_join(replaced(tokens, d, 'at'), ['at'])} -> {_join(replaced(tokens, d, 'row'))}"
-    return parse_rule(text, eqn, linear=[{"grad"}], masked=["row"])
-
-
 def _index_write(*linear: Slots) -> Entry:
     """index_add, index_copy, index_fill: self, index[, source] -> self."""
 
@@ -195,7 +186,6 @@ ENTRIES: Mapping[Any, Entry] = {
     aten.scatter_add.default: _scatter(_ADDED),
     aten.scatter_reduce.two: _scatter(),
     aten.index_select.default: _index_select,
-    aten.index_select_backward.default: _index_select_backward,
     aten.index_add.default: _index_write(_FROM_SOURCE),
     aten.index_copy.default: _index_write(_FROM_SOURCE),
     aten.index_fill.int_Scalar: _zero_keeps_sums(_index_write),
