@@ -18,8 +18,9 @@ from race import report
 import vescale_fn as vf
 
 # The scanned model has its layers on a leading dim.
-STACKED = {name.replace("*.", "blocks.*"): "l " + spec for name, spec in TENSOR_PARALLEL.items() if "*." in name}
-STACKED = {"blocks.*norm?.weight": "l d", **STACKED, **TENSOR_PARALLEL}
+_IN_BLOCKS = {k.replace("*.", "blocks."): f"l {spec}" for k, spec in TENSOR_PARALLEL.items() if k.startswith("*.")}
+_OTHERS = {k: spec for k, spec in TENSOR_PARALLEL.items() if not k.startswith("*.")}
+STACKED = {"blocks.norm?.weight": "l d", **_IN_BLOCKS, **_OTHERS}
 
 
 def arguments(c: Config, rules: dict[str, str], made: tuple[Loss, dict[str, Any]], mesh: Any) -> tuple[Any, Any]:

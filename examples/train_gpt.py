@@ -182,7 +182,7 @@ class Progress:
 
 def describe(mesh: vf.Mesh, params: dict[str, Any], rules: Any, lowered: Any) -> None:
     """The mesh, who holds what, and what a step sends."""
-    vf.print0(f"mesh {mesh}\n\n{rules.table(params)}\n\n{vf.visualize(params['blocks'][0]['w_qkv'])}\n")
+    vf.print0(f"mesh {mesh}\n\n{rules.table(params, mesh)}\n\n{vf.visualize(params['blocks'][0]['w_qkv'])}\n")
     calls, sizes = Counter[Any](), Counter[Any]()
     for c in lowered.collectives:
         row = (c.kind, " ".join(c.axes), c.phase)

@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
 from vescale_fn.fused import UPDATES
+from vescale_fn.tree import flatten, flatten_with_paths, unflatten
 
 Tree = Any
 Schedule = Callable[[Tensor], Tensor]
@@ -138,19 +138,19 @@ def _optimizer(
     moments = [m for m in lists if m]
 
     def init(params: Tree) -> dict[str, Tree]:
-        leaves, tree = _flatten(params)
+        leaves, tree = flatten(params)
         _check_params(name, params)
         device = next((p.device for p in leaves if p is not None), None)
         state: dict[str, Tree] = {"step": torch.zeros((), dtype=torch.float32, device=device)}
         for m in moments:
-            state[m] = tree.unflatten([None if p is None else torch.zeros_like(p) for p in leaves])
+            state[m] = unflatten(tree, [None if p is None else torch.zeros_like(p) for p in leaves])
         return state
 
     def step(grads: Tree, state: dict[str, Tree], params: Tree) -> tuple[Tree, dict[str, Tree]]:
-        leaves, tree = _flatten(params)
+        leaves, tree = flatten(params)
         columns = [leaves, *(tree.flatten_up_to(state[m]) for m in moments)]  # what is updated
         given = tree.flatten_up_to(grads)
-        _check_grads(name, params, leaves, given)
+        _check_grads(name, params, given)
         rate = lr(state["step"].double()) if callable(lr) else lr
         count = state["step"] + 1
         for rows in _groups(leaves, given):
@@ -161,7 +161,7 @@ def _optimizer(
             for column in columns:
                 for i in rows:
                     column[i] = next(updated)
-        new_params, *new_moments = (tree.unflatten(c) for c in columns)
+        new_params, *new_moments = (unflatten(tree, c) for c in columns)
         return new_params, {"step": count, **dict(zip(moments, new_moments))}
 
     return Optimizer(name, init, step)
@@ -214,10 +214,10 @@ def clip_by_global_norm(grads: Tree, max_norm: float | Tensor, norm_type: float 
     """
     if norm_type not in (2.0, math.inf):
         raise ValueError(f"clip_by_global_norm: norm_type={norm_type} is not known; it must be 2 or math.inf.")
-    leaves, tree = _flatten(grads)
+    leaves, tree = flatten(grads)
     norm = _global_norm([g for g in leaves if g is not None], norm_type)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return tree.unflatten([None if g is None else g * scale.to(g.dtype) for g in leaves]), norm
+    return unflatten(tree, [None if g is None else g * scale.to(g.dtype) for g in leaves]), norm
 
 
 def _global_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -233,11 +233,6 @@ def _global_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
 # ---- trees and checks
 
 
-def _flatten(tree: Tree) -> tuple[list[Any], Any]:
-    leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
-    return leaves, treedef
-
-
 def _groups(leaves: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[list[int]]:
     """Indices of the parameters that have a gradient, by device and dtype."""
     groups: dict[Any, list[int]] = {}
@@ -247,24 +242,22 @@ def _groups(leaves: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> 
     return list(groups.values())
 
 
-def _paths(tree: Tree) -> list[str]:
-    return [".".join(map(str, p)) or "the parameter" for p in optree.tree_paths(tree, none_is_leaf=True)]
-
-
 def _check_params(name: str, params: Tree) -> None:
-    for path, p in zip(_paths(params), _flatten(params)[0]):
+    paths, leaves, _ = flatten_with_paths(params)
+    for path, p in zip(paths, leaves):
         if p is not None and not p.dtype.is_floating_point:
             raise TypeError(
-                f"{name}: {path} is {p.dtype}; only floating-point tensors can be trained. "
+                f"{name}: {path or 'the parameter'} is {p.dtype}; only floating-point tensors can be trained. "
                 "Keep other values in a tree of their own."
             )
 
 
-def _check_grads(name: str, params: Tree, leaves: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> None:
-    for i, (p, g) in enumerate(zip(leaves, grads)):
+def _check_grads(name: str, params: Tree, grads: Sequence[Tensor | None]) -> None:
+    paths, leaves, _ = flatten_with_paths(params)
+    for path, p, g in zip(paths, leaves, grads):
         if p is not None and g is not None and (p.shape != g.shape or p.dtype != g.dtype):
             raise ValueError(
-                f"{name}: the gradient of {_paths(params)[i]} is {g.dtype} of shape {list(g.shape)}, "
+                f"{name}: the gradient of {path or 'the parameter'} is {g.dtype} of shape {list(g.shape)}, "
                 f"but the parameter is {p.dtype} of shape {list(p.shape)}."
             )
 
