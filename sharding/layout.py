@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -144,6 +144,22 @@ class Layout:
         lead = max((s.uneven for _, s in found), default=0)
         return tuple(sorted(found, key=lambda p: (not p[1].uneven and p[1].pre >= lead, p[1].pre)))
 
+    @cached_property
+    def flat(self) -> Layout:
+        """This layout over the tensor in which the dims that a Ragged state flattens are one dim; else itself.
+
+        >>> m = MeshShape(("dp",), (2,))
+        >>> Layout.of(m, (4, 3, 5), {"dp": Ragged(0, (1, 3), last=1)}).flat.shape
+        (12, 5)
+        """
+        for axis, state in zip(self.mesh.names, self.states):
+            if isinstance(state, Ragged) and state.last > state.dim:
+                first, end = state.dim, state.last + 1
+                shape = (*self.shape[:first], math.prod(self.shape[first:end]), *self.shape[end:])
+                moved = {a: _moved(s, end - first - 1, end) for a, s in zip(self.mesh.names, self.states)}
+                return Layout.of(self.mesh, shape, {**moved, axis: Ragged(first, state.units)})
+        return self
+
     def intervals(self, dim: int, coords: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
         """The (start, stop) runs of global indices of `dim` that the rank at `coords` holds, in local order.
 
@@ -175,12 +191,14 @@ class Layout:
         return sum(b - a for a, b in self.intervals(dim, coords))
 
     def local_shape(self, coords: Mapping[str, int]) -> tuple[int, ...]:
-        """Shape of the part that the rank at `coords` holds."""
-        return tuple(self.local_size(d, coords) for d in range(self.ndim))
+        """Shape of the part that the rank at `coords` holds; flattened dims count as one."""
+        return tuple(self.flat.local_size(d, coords) for d in range(self.flat.ndim))
 
     @cached_property
     def max_local_shape(self) -> tuple[int, ...]:
         """Shape of the part of the rank at the origin: with torch.chunk order no rank holds more."""
+        if self.flat is not self:
+            return self.flat.max_local_shape
         out = list(self.shape)
         for axis, state in zip(self.mesh.names, self.states):
             n = self.mesh[axis]
@@ -201,6 +219,13 @@ class Layout:
     def __str__(self) -> str:
         on = [f"{a}: {s}" for a, s in zip(self.mesh.names, self.states) if not isinstance(s, Whole)]
         return f"{list(self.shape)} {{{', '.join(on)}}}"
+
+
+def _moved(state: State, by: int, end: int) -> State:
+    """The state of another axis after `by` dims before dim `end` were merged into their predecessor."""
+    if isinstance(state, (Shard, Ragged)) and state.dim >= end:
+        return replace(state, dim=state.dim - by)
+    return state
 
 
 def _digit(start: int, stop: int, step: int, n: int, c: int) -> list[tuple[int, int]]:
