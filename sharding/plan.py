@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from vescale_fn.sharding.choice import AxisProblem, Choice
 from vescale_fn.sharding.graph import Eqn, Graph, Var
 from vescale_fn.sharding.layout import Layout
 from vescale_fn.sharding.mesh import MeshShape
@@ -18,6 +19,7 @@ class Plan:
     outputs: layout of each tensor output of the graph (None for constants and numbers).
     letters: per equation and mesh axis, the letter of its rule that the axis shards (absent: none).
     messages: what the user should know (gathers of something they sharded, ops without a rule, ...).
+    choices: what was decided on each axis and among what, for `explain`; empty in a plan read from a file.
     """
 
     mesh: MeshShape
@@ -27,3 +29,4 @@ class Plan:
     outputs: tuple[Layout | None, ...]
     letters: Mapping[Eqn, Mapping[str, str]] = field(default_factory=dict)
     messages: tuple[str, ...] = ()
+    choices: tuple[tuple[AxisProblem, Choice], ...] = ()

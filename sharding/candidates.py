@@ -1,0 +1,151 @@
+"""The ways to run one equation on one mesh axis, found by pushing a state through the equation's rule.
+
+A strategy is a state for every operand and result. There are three sorts: everything whole; one letter of the rule
+sharded (the states of all that have the letter follow from one of them); and a partial value passed on by an
+operation that is linear in it. Slots count operands first, then results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from math import prod
+
+from vescale_fn.sharding.layout import WHOLE, Kind, Partial, Shard, State
+from vescale_fn.sharding.rules.rule import Dims, Rule
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """States of all operands and results on one axis. `letter`: the letter of the rule that the axis shards, if any."""
+
+    operands: tuple[State, ...]
+    results: tuple[State, ...]
+    letter: str = ""
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """By slot."""
+        return (*self.operands, *self.results)
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.operands))} -> {', '.join(map(str, self.results))}"
+
+
+def whole_strategy(operands: int, results: int) -> Strategy:
+    """Every rank does all of the work."""
+    return Strategy((WHOLE,) * operands, (WHOLE,) * results)
+
+
+def strategy_for(rule: Rule, slot: int, state: State, n: int) -> Strategy | None:
+    """The strategy on an axis of size `n` in which the tensor at `slot` has `state`; None if the rule admits none.
+
+    >>> from vescale_fn.sharding.rules.registry import parse_rule
+    >>> mm = parse_rule("m k, k n -> m n", ([(8, 6), (6, 4)], [(8, 4)]))
+    >>> print(strategy_for(mm, 0, Shard(0), 2))
+    shard 0, whole -> shard 0
+    >>> print(strategy_for(mm, 1, Shard(0), 2))
+    shard 1, shard 0 -> partial sum
+    >>> view = parse_rule("(b t) d -> b t d", ([(12, 5)], [(3, 4, 5)]))
+    >>> print(strategy_for(view, 1, Shard(1), 2))
+    shard 0 pre 3 -> shard 1
+    """
+    if not isinstance(state, Shard):
+        return None
+    letter, inner = _cut_letter(rule, (*rule.operands, *rule.results)[slot], state, n)
+    if not letter or letter in rule.whole:
+        return None
+    operands = [_placed(rule, dims, letter, inner, state.uneven) for dims in rule.operands]
+    results = [_placed(rule, dims, letter, inner, state.uneven) for dims in rule.results]
+    if None in operands or None in results:
+        return None
+    reduced = any(s != WHOLE for s in operands)  # a letter that no operand has is made by the operation, not reduced
+    if not reduced and WHOLE in results:
+        return None
+    pending = Partial(rule.reduces.get(letter, "sum"))
+    return Strategy(
+        tuple(s for s in operands if s is not None),
+        tuple(pending if s == WHOLE else s for s in results if s is not None),
+        letter,
+    )
+
+
+def _cut_letter(rule: Rule, dims: Dims, state: Shard, n: int) -> tuple[str, int]:
+    """The letter that `state` cuts, and how many digits of it are major to the cut; ("", 0) if it cuts none."""
+    letters = dims[state.dim] if state.dim < len(dims) else ()
+    if state.uneven:
+        leads = bool(letters) and rule.sizes[letters[0]] % state.uneven == 0
+        return (letters[0], state.pre) if leads else ("", 0)
+    major = 1
+    for letter in letters:
+        size = rule.sizes[letter]
+        inner, off = divmod(state.pre, major)
+        if off == 0 and inner < size and size % (inner * n) == 0:
+            return letter, inner
+        major *= size
+    return "", 0
+
+
+def _placed(rule: Rule, dims: Dims, letter: str, inner: int, uneven: int) -> State | None:
+    """The state of a tensor whose `letter` is cut; None where the cut cannot be said."""
+    found = [(d, letters.index(letter)) for d, letters in enumerate(dims) if letter in letters]
+    if not found:
+        return WHOLE
+    if len(found) > 1 or (uneven and found[0][1] > 0):
+        return None
+    dim, at = found[0]
+    return Shard(dim, prod(rule.sizes[x] for x in dims[dim][:at]) * inner, uneven)
+
+
+def partial_strategies(rule: Rule, pending: Sequence[AbstractSet[Kind]]) -> Iterator[Strategy]:
+    """The strategies in which partial operands make partial results. pending: kinds in which each operand may be
+    partial.
+
+    >>> from vescale_fn.sharding.rules.registry import parse_rule
+    >>> add = parse_rule("a, a -> a", ([(8,), (8,)], [(8,)]), linear=[{0, 1}])
+    >>> [str(s) for s in partial_strategies(add, [{"sum"}, {"sum"}])]
+    ['partial sum, partial sum -> partial sum']
+    >>> list(partial_strategies(add, [{"sum"}, set()]))
+    []
+    """
+    for group in rule.linear:
+        if all("sum" in pending[i] for i in group):
+            yield _partial(rule, group, "sum")
+    for slot in sorted(rule.through):
+        for kind in sorted(pending[slot]):
+            if kind != "sum" or frozenset({slot}) not in rule.linear:
+                yield _partial(rule, {slot}, kind)
+
+
+def _partial(rule: Rule, group: AbstractSet[int], kind: Kind) -> Strategy:
+    state = Partial(kind)
+    operands = tuple(state if i in group else WHOLE for i in range(len(rule.operands)))
+    return Strategy(operands, (state,) * len(rule.results))
+
+
+def fits(state: State, n: int, shape: Sequence[int], others: Iterable[tuple[State, int]]) -> bool:
+    """Whether an axis of size `n` can have `state` on a tensor of `shape` next to `others`, the states and sizes of
+    other axes: no digit is cut twice, and all cuts of a dim nest.
+
+    >>> fits(Shard(0, pre=2), 2, (8,), [(Shard(0), 2)]), fits(Shard(0), 2, (8,), [(Shard(0), 2)])
+    (True, False)
+    """
+    if not isinstance(state, Shard):
+        return True
+    same = [(s, m) for s, m in others if isinstance(s, Shard) and s.dim == state.dim]
+    if not all(_apart(s, m, state, n) for s, m in same):
+        return False
+    if state.uneven:  # the ranks of a minor axis cut what the major axes left them: those must be there
+        return prod(m for s, m in same if s.pre < state.pre) == state.pre
+    return shape[state.dim] % (state.pre * n) == 0
+
+
+def _apart(a: Shard, a_size: int, b: Shard, b_size: int) -> bool:
+    """Whether two axes cut different digits of the same dim, one inside the other."""
+    (first, size), (second, _) = sorted([(a, a_size), (b, b_size)], key=lambda p: p[0].pre)
+    if first.uneven and not second.uneven:  # only below the factor that is cut unevenly
+        return second.pre % first.uneven == 0
+    if first.uneven != second.uneven and first.uneven:
+        return False
+    return first.pre != second.pre and second.pre % (first.pre * size) == 0

@@ -1,0 +1,155 @@
+"""The best choice on one axis, as a 0/1 program for HiGHS.
+
+x[c, k]: the nodes of class c run by strategy k, exactly one k each. p[g, s]: values of group g are made in state s, a
+sum of x. e[g, s, t]: they are converted from s to t, at most p[g, s]. A user that wants state t needs p[g, t], or a
+conversion to t, or, if t is a shard, the whole value, which it cuts for free. So a conversion is paid once, however
+many use it. Minimise work and conversions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+
+from vescale_fn.sharding.choice import AxisProblem
+from vescale_fn.sharding.graph import Var
+from vescale_fn.sharding.layout import WHOLE, Shard, State
+from vescale_fn.sharding.problem import Node
+from vescale_fn.sharding.work import LATENCY
+
+TIME_LIMIT = 20.0  # seconds, then the caller falls back
+TIE = 1e-3  # in units of LATENCY: between equals take the latest conversion, the first strategy
+
+Terms = dict[int, float]  # variable -> coefficient
+
+
+class NoSolution(RuntimeError):
+    """HiGHS found no optimum in time."""
+
+
+def solve_exact(axis: AxisProblem, classes: Mapping[Node, int]) -> dict[Node, int]:
+    """The strategy of each node, in the cheapest choice that treats nodes of one class alike. Raises NoSolution."""
+    model = _Model(axis, classes)
+    x = model.solve()
+    return {node: model.strategy(x, classes[node]) for node in axis.problem.nodes}
+
+
+def _serves(have: State | None, want: State) -> bool:
+    """Whether a value at hand in one state can be used in another for free."""
+    return have is not None and (have == want or (have == WHOLE and isinstance(want, Shard)))
+
+
+@dataclass(frozen=True)
+class _When:
+    """A condition: the sum of variables, or always (constant 1)."""
+
+    terms: tuple[int, ...] = ()
+    constant: float = 0.0
+
+
+@dataclass(eq=False)
+class _Model:
+    axis: AxisProblem
+    classes: Mapping[Node, int]
+    costs: list[float] = field(default_factory=list)
+    integral: list[bool] = field(default_factory=list)
+    rows: list[tuple[Terms, float, float]] = field(default_factory=list)  # terms, lower, upper
+    members: dict[int, list[Node]] = field(default_factory=dict)
+    x: dict[int, list[int]] = field(default_factory=dict)  # class -> variable of each strategy; none if only one
+
+    def __post_init__(self) -> None:
+        for node in self.axis.problem.nodes:
+            self.members.setdefault(self.classes[node], []).append(node)
+        for c, nodes in self.members.items():
+            self._add_class(c, nodes)
+        groups: dict[tuple[int, int, frozenset[tuple[int, int]]], list[Var]] = {}
+        for v, (maker, slot) in self.axis.problem.makers.items():
+            users = frozenset((self.classes[u], i) for u, i in self.axis.problem.users.get(v, ()))
+            groups.setdefault((self.classes[maker], slot, users), []).append(v)
+        for i, ((c, slot, users), values) in enumerate(groups.items()):
+            self._add_group(values, self._states(c, slot), users, TIE * (1 - i / len(groups)))
+
+    def variable(self, cost: float, integral: bool) -> int:
+        self.costs.append(cost)
+        self.integral.append(integral)
+        return len(self.costs) - 1
+
+    def _add_class(self, c: int, nodes: list[Node]) -> None:
+        work = self.axis.work[nodes[0]]
+        if len(work) == 1:
+            return
+        least = min(work)
+        units = [(w - least) * len(nodes) / LATENCY + TIE * k / len(work) for k, w in enumerate(work)]
+        self.x[c] = [self.variable(u, True) for u in units]
+        self.rows.append((dict.fromkeys(self.x[c], 1.0), 1.0, 1.0))
+
+    def _states(self, c: int, slot: int) -> dict[State, _When]:
+        """When a slot of the nodes of class c is in which state."""
+        strategies = self.axis.strategies[self.members[c][0]]
+        if c not in self.x:
+            return {strategies[0].states[slot]: _When((), 1.0)}
+        out: dict[State, tuple[int, ...]] = {}
+        for x, strategy in zip(self.x[c], strategies):
+            out[strategy.states[slot]] = (*out.get(strategy.states[slot], ()), x)
+        return {s: _When(xs) if len(out) > 1 else _When((), 1.0) for s, xs in out.items()}
+
+    def _add_group(
+        self, values: list[Var], made: Mapping[State, _When], users: frozenset[tuple[int, int]], tie: float
+    ) -> None:
+        """Conversions of values that are made and used alike."""
+        needs = [(t, need) for c, slot in sorted(users) for t, need in self._states(c, slot).items()]
+        always = next((s for s, when in made.items() if when.constant), None)
+        open_needs = [(t, need) for t, need in needs if not _serves(always, t)]
+        if not open_needs:
+            return
+        wanted = dict.fromkeys(t for t, _ in open_needs)
+        if any(isinstance(t, Shard) for t in wanted):
+            wanted.setdefault(WHOLE)
+        obtained = {t: self._obtained(values, made, t, tie) for t in wanted}
+        for t, need in open_needs:
+            have = obtained[t] if not isinstance(t, Shard) else {*obtained[t], *obtained[WHOLE]}
+            terms = dict.fromkeys(have, -1.0)
+            for x in need.terms:  # a loop's carry is both maker and user
+                terms[x] = terms.get(x, 0.0) + 1.0
+            self.rows.append((terms, -np.inf, -need.constant if not need.terms else 0.0))
+
+    def _obtained(self, values: list[Var], made: Mapping[State, _When], t: State, tie: float) -> list[int]:
+        """Variables whose sum says that the values are at hand in state t: made so, or converted."""
+        out = list(made[t].terms) if t in made else []
+        v = values[0]
+        for s, when in made.items():
+            if s == t or (s == WHOLE and isinstance(t, Shard)) or not self.axis.can_convert(v, s, t):
+                continue
+            seconds = self.axis.seconds(s, t, self.axis.nbytes[v]) * self.axis.problem.times[v]
+            e = self.variable(seconds * len(values) / LATENCY + tie, False)
+            if when.terms:
+                self.rows.append(({e: 1.0, **dict.fromkeys(when.terms, -1.0)}, -np.inf, 0.0))
+            out.append(e)
+        return out
+
+    def solve(self) -> np.ndarray:
+        """Values of the variables."""
+        n = len(self.costs)
+        if not n:
+            return np.zeros(0)
+        entries = [(i, j, a) for i, (terms, _, _) in enumerate(self.rows) for j, a in terms.items()]
+        i, j, a = zip(*entries)
+        matrix = coo_array((a, (i, j)), shape=(len(self.rows), n)).tocsr()
+        result = milp(
+            np.array(self.costs),
+            integrality=np.array(self.integral, dtype=int),
+            bounds=Bounds(0, 1),
+            constraints=LinearConstraint(matrix, [r[1] for r in self.rows], [r[2] for r in self.rows]),
+            options={"mip_rel_gap": 0.0, "time_limit": TIME_LIMIT},
+        )
+        if result.x is None or result.status != 0:
+            raise NoSolution(result.message)
+        return np.asarray(result.x)
+
+    def strategy(self, x: np.ndarray, c: int) -> int:
+        """The strategy that a solution gives to class c."""
+        return int(np.argmax(x[self.x[c]])) if c in self.x else 0

@@ -1,0 +1,75 @@
+"""What the user should know about a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from vescale_fn.sharding.choice import AxisProblem, Choice
+from vescale_fn.sharding.graph import Source, Var, op_name
+from vescale_fn.sharding.layout import WHOLE, Shard
+from vescale_fn.sharding.problem import Node, Problem
+from vescale_fn.sharding.work import is_heavy
+
+Solved = Mapping[str, tuple[AxisProblem, Choice]]
+
+
+def messages(problem: Problem, solved: Solved) -> tuple[str, ...]:
+    """Gathers of what the user sharded, heavy operations that every rank repeats, operations without a rule."""
+    found = [
+        m for axis, (p, choice) in solved.items() for m in (*_gathers(p, choice, axis), *_repeated(p, choice, axis))
+    ]
+    return tuple(dict.fromkeys([*found, *_without_rule(problem, solved)]))
+
+
+def _gathers(p: AxisProblem, choice: Choice, axis: str) -> Iterator[str]:
+    for node in p.problem.nodes:
+        if node.layout is None or not isinstance(node.layout[axis], Shard):
+            continue
+        for v in node.results:
+            if (node.layout[axis], WHOLE) not in p.conversions(choice, v):
+                continue
+            user = next(u for u, i in p.problem.users[v] if p.chosen(choice, u).operands[i] == WHOLE)
+            yield f"{v} is gathered along {axis}: {_reason(p, user)}."
+
+
+def _reason(p: AxisProblem, user: Node) -> str:
+    if user.eqn is None:
+        return "the step returns it whole"
+    where = f"{op_name(user.eqn.op)} at {user.eqn.source}"
+    if user.layout is not None:
+        return f"the constraint at {user.eqn.source} asks for it whole"
+    if user.rule is None:
+        return f"{where} has no rule"
+    others = [s for s in p.strategies[user] if s.letter]
+    if not others:
+        return f"{where} cannot work on parts of it"
+    return f"{where} needs it whole, which costs less than {others[0]}"
+
+
+def _repeated(p: AxisProblem, choice: Choice, axis: str) -> Iterator[str]:
+    for node in p.problem.nodes:
+        if node.eqn is None or not is_heavy(node.eqn) or p.chosen(choice, node).letter:
+            continue
+        cut = [v for v in node.operands if isinstance(p.made(choice, v), Shard)]
+        if cut:
+            yield (
+                f"Every rank along {axis} repeats {op_name(node.eqn.op)} at {node.eqn.source}, although {cut[0]} is "
+                f"sharded: no dim that the operation can split is."
+            )
+
+
+def _without_rule(problem: Problem, solved: Solved) -> Iterator[str]:
+    for node in problem.nodes:
+        if node.eqn is None or node.rule is not None or node.layout is not None:
+            continue
+        if any(p.made(choice, v) != WHOLE for p, choice in solved.values() for v in node.operands):
+            yield (
+                f"{op_name(node.eqn.op)} at {node.eqn.source} has no rule: every rank does all of it. State one with "
+                f'vescale_fn.register_rule(op, "b !d -> b !d").'
+            )
+
+
+def where(v: Var, problem: Problem) -> Source:
+    """The line that makes a value."""
+    node = problem.makers[v][0]
+    return node.eqn.source if node.eqn else Source()

@@ -1,0 +1,173 @@
+"""Layouts for every value of a graph, from those of its inputs and outputs.
+
+Axis by axis: which strategies are tied to what the user sharded (`intent`), what each costs given the axes before,
+and the cheapest choice among them (`exact`, or `fallback` where HiGHS gives none).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vescale_fn.sharding.candidates import Strategy, fits
+from vescale_fn.sharding.choice import AxisProblem, Choice
+from vescale_fn.sharding.classes import classes_of, each_alone
+from vescale_fn.sharding.exact import NoSolution, solve_exact
+from vescale_fn.sharding.fallback import solve_locally
+from vescale_fn.sharding.graph import Eqn, Graph, Var
+from vescale_fn.sharding.intent import Seeds, strategies_within
+from vescale_fn.sharding.layout import Layout, Ragged, Shard, State
+from vescale_fn.sharding.mesh import MeshShape
+from vescale_fn.sharding.plan import Plan
+from vescale_fn.sharding.problem import Node, Problem, RuleFor, build
+from vescale_fn.sharding.report import messages
+from vescale_fn.sharding.work import heavy_seconds, is_heavy, is_view, light_seconds
+
+ALONE = 400  # so many nodes with a choice are decided one by one; more of them, by class
+
+
+def solve(
+    graph: Graph,
+    mesh: MeshShape,
+    *,
+    inputs: Mapping[Var, Layout],
+    outputs: Sequence[Layout | None],
+    roles: Mapping[Var, str],
+    constraints: Mapping[Eqn, Layout],
+    rule_for: RuleFor,
+    continues: Mapping[int, Var],
+) -> Plan:
+    """The cheapest plan within the user's intent. Deterministic.
+
+    inputs: fixed layouts of inputs; the solver chooses for the others, whole unless something ties them.
+    outputs: fixed layouts of outputs, None where the solver chooses.
+    roles: "data" or "state" for each input: data has precedence.
+    constraints: equations that only fix a layout, and it.
+    rule_for: the rule of an equation; None: whole on every rank.
+    continues: outputs that must have the layout of an input, where neither is fixed.
+    """
+    problem = build(graph, inputs, outputs, constraints, rule_for, continues)
+    solver = _Solver(problem, mesh, graph, roles, {v: float(v.nbytes) for v in problem.makers})
+    for axis, n in zip(mesh.names, mesh.sizes):
+        if n > 1:
+            solver.solve_axis(axis, n)
+    return solver.plan()
+
+
+@dataclass(eq=False)
+class _Solver:
+    problem: Problem
+    mesh: MeshShape
+    graph: Graph
+    roles: Mapping[Var, str]
+    nbytes: dict[Var, float]  # of each value, as far as the axes solved leave it to a rank
+    share: dict[Node, float] = field(default_factory=dict)  # of its work that the axes solved leave to a rank
+    solved: dict[str, tuple[AxisProblem, Choice]] = field(default_factory=dict)
+
+    def solve_axis(self, axis: str, n: int) -> None:
+        strategies = strategies_within(self.problem, axis, n, self.seeds(axis), self.fits(n))
+        work = {node: self.work(node, strategies[node], n) for node in self.problem.nodes}
+        problem = AxisProblem(self.problem, axis, n, strategies, work, dict(self.nbytes))
+        choice = choose(problem)
+        self.solved[axis] = problem, choice
+        for node in self.problem.nodes:
+            strategy = problem.chosen(choice, node)
+            if strategy.letter:
+                self.share[node] = self.share.get(node, 1.0) / n
+            for v, s in zip(node.results, strategy.results):
+                if isinstance(s, (Shard, Ragged)):
+                    self.nbytes[v] /= n
+
+    def seeds(self, axis: str) -> list[Seeds]:
+        """What the user sharded on an axis, in order of precedence: data; state and outputs; constraints."""
+        groups: tuple[list[tuple[Var, State]], ...] = ([], [], [])
+        for node in self.problem.nodes:
+            if node.layout is None:
+                continue
+            is_data = not node.operands and self.roles.get(node.results[0]) == "data"
+            group = 2 if node.eqn else 0 if is_data else 1
+            groups[group].extend((v, node.layout[axis]) for v in node.values)
+        return list(groups)
+
+    def fits(self, n: int) -> Callable[[Node, Strategy], bool]:
+        """Whether a strategy on the axis at hand, of size n, goes with those chosen on the axes before."""
+        before = [(problem, choice, problem.n) for problem, choice in self.solved.values()]
+
+        def check(node: Node, strategy: Strategy) -> bool:
+            chosen = [(problem.chosen(choice, node).states, m) for problem, choice, m in before]
+            return all(
+                fits(state, n, v.shape, [(states[i], m) for states, m in chosen])
+                for i, (v, state) in enumerate(zip(node.values, strategy.states))
+            )
+
+        return check
+
+    def work(self, node: Node, strategies: Sequence[Strategy], n: int) -> list[float]:
+        """Seconds of each strategy of a node, all its runs together."""
+        eqn, rule = node.eqn, node.rule
+        if eqn is None or not node.is_operation or is_view(eqn):
+            return [0.0] * len(strategies)
+        if rule is not None and is_heavy(eqn):
+            share = self.share.get(node, 1.0)
+            return [node.times * heavy_seconds(rule, share, s, n) for s in strategies]
+        return [node.times * light_seconds(node.values, self.nbytes, s, n) for s in strategies]
+
+    # --- the answer -------------------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        operands: dict[Eqn, dict[int, Layout]] = {}
+        values: dict[Var, Layout] = {}
+        letters: dict[Eqn, dict[str, str]] = {}
+        for node in self.problem.nodes:
+            layouts = self.layouts(node)
+            values.update(zip(node.results, layouts[len(node.operands) :]))
+            if node.eqn is not None:
+                operands.setdefault(node.eqn, {}).update(
+                    (i, x) for i, x in zip(node.slots, layouts[: len(node.operands)]) if i >= 0
+                )
+                letters.setdefault(node.eqn, {}).update(self.letters(node))
+        return Plan(
+            self.mesh,
+            self.graph,
+            values,
+            {e: tuple(operands.get(e, {})[i] for i in range(len(e.operands))) for e in equations(self.graph)},
+            tuple(None if node is None else self.layouts(node)[0] for node in self.problem.outputs),
+            letters,
+            messages(self.problem, self.solved),
+            tuple(self.solved.values()),
+        )
+
+    def layouts(self, node: Node) -> list[Layout]:
+        """By slot."""
+        if node.layout is not None:
+            return [node.layout] * len(node.values)
+        chosen = {axis: problem.chosen(choice, node).states for axis, (problem, choice) in self.solved.items()}
+        return [
+            Layout.of(self.mesh, v.shape, {axis: states[i] for axis, states in chosen.items()})
+            for i, v in enumerate(node.values)
+        ]
+
+    def letters(self, node: Node) -> dict[str, str]:
+        if not node.is_operation:
+            return {}
+        found = ((axis, problem.chosen(choice, node).letter) for axis, (problem, choice) in self.solved.items())
+        return {axis: letter for axis, letter in found if letter}
+
+
+def equations(graph: Graph) -> list[Eqn]:
+    """Every equation, those of sub-programs included."""
+    out = []
+    for e in graph.eqns:
+        out.append(e)
+        body = getattr(e.op, "body", None)
+        out += equations(body) if isinstance(body, Graph) else []
+    return out
+
+
+def choose(problem: AxisProblem) -> dict[Node, int]:
+    """The strategy of each node on one axis."""
+    many = sum(1 for _ in problem.free_nodes()) > ALONE
+    try:
+        return solve_exact(problem, classes_of(problem) if many else each_alone(problem))
+    except NoSolution:
+        return solve_locally(problem)
