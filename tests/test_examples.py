@@ -1,0 +1,82 @@
+"""The main job as a user runs it: on virtual devices, under torchrun, interrupted, and with bad input."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = str(ROOT / "examples" / "train_gpt.py")
+SMALL = ["--layers", "1", "--width", "128", "--seq", "32", "--batch", "4", "--data", str(ROOT / "LICENSE")]
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+
+
+def run(*args: str, launcher: list[str] | None = None) -> str:
+    done = subprocess.run(
+        [sys.executable, *(launcher or []), SCRIPT, *SMALL, *args], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def losses(out: str) -> list[str]:
+    return re.findall(r"^step +\d+/\d+ +loss (\S+)", out, re.MULTILINE)
+
+
+def test_small_run_equals_one_device() -> None:
+    out = run("--steps", "3", "--check")
+    for shown in (
+        r"^mesh dp=2,tp=2$",
+        r"^blocks\.0\.w_qkv +\[128, 384\]",
+        r"^  all_reduce +tp +forward +\d+ +\d+\.\d{3}$",
+        r"^step +2/3 +loss \d\.\d{4} +[\d,]+ tokens/s +0:\d\d left$",
+        r"^train loss \d\.\d+ +held-out loss \d\.\d+ ",
+        r"^def ",
+    ):
+        assert re.search(shown, out, re.MULTILINE), f"{shown} is not in\n{out}"
+    apart = re.search(r"^largest difference from one device: loss (\S+), parameters (\S+)$", out, re.MULTILINE)
+    assert apart is not None
+    assert all(float(x) < 1e-10 for x in apart.groups())
+
+
+def test_two_processes_give_the_losses_of_two_virtual_devices() -> None:
+    virtual = run("--steps", "3", "--mesh", "dp=2")
+    processes = run("--steps", "3", "--mesh", "dp=2", launcher=TORCHRUN)
+    assert len(losses(virtual)) == 3
+    assert losses(virtual) == losses(processes)
+
+
+def test_interrupt_ends_cleanly() -> None:
+    command = [sys.executable, SCRIPT, *SMALL, "--steps", "100000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        for line in job.stdout:
+            if line.startswith("step"):
+                break
+        job.send_signal(signal.SIGINT)
+        out, err = job.communicate(timeout=60)
+    assert job.returncode == 130
+    assert out.endswith("stopped\n")
+    assert "Traceback" not in err
+
+
+def test_text_too_short(tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("not much")
+    done = subprocess.run([sys.executable, SCRIPT, "--data", str(short)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.strip() == f"{short} has 8 bytes; --seq 128 needs at least 2600."
+
+
+@pytest.mark.deep
+def test_default_run_learns() -> None:
+    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    held_out = re.search(r"held-out loss (\S+)", done.stdout)
+    assert held_out is not None
+    assert float(held_out[1]) < 2.0
