@@ -48,9 +48,9 @@ def exists(layout: Layout) -> bool:
 
 def _dim_exists(layout: Layout, dim: int) -> bool:
     shards, inside = layout.shards(dim), nest(layout, dim)
-    ragged = sum(isinstance(s, Ragged) and s.dim == dim for s in layout.states)
+    ragged = [s for s in layout.states if isinstance(s, Ragged) and s.dim == dim]
     if ragged:
-        return ragged == 1 and not shards
+        return len(ragged) == 1 and not shards and layout.shape[dim] % max(sum(ragged[0].units), 1) == 0
     lead, end = max((s.uneven for _, s in shards), default=0), 1
     for axis, state in shards[: len(inside)]:
         divides = lead % (end * layout.mesh[axis]) == 0
@@ -101,13 +101,11 @@ def _local_pre(layout: Layout, axis: str, others: Iterable[tuple[int, int]]) -> 
     return pre
 
 
-def minor(layout: Layout, axis: str, dim: int) -> Shard | None:
-    """The state in which `axis` takes the most minor digit of an even `dim`, if the sizes allow it."""
-    shards = [(a, s) for a, s in layout.shards(dim) if a != axis]
-    if any(s.uneven for _, s in shards):
-        return None
-    pre = max((s.pre * layout.mesh[a] for a, s in shards), default=1)
-    return Shard(dim, pre) if layout.shape[dim] % (pre * layout.mesh[axis]) == 0 else None
+def minor(layout: Layout, axis: str, dim: int) -> Shard:
+    """The state in which `axis` takes the most minor digit of a dim."""
+    others = [(a, s) for a, s in layout.shards(dim) if a != axis]
+    ends = (max(s.uneven, s.pre * layout.mesh[a]) for a, s in others)
+    return Shard(dim, max(ends, default=1))
 
 
 def within_dim(at: Layout, after: Layout, axes: Sequence[str]) -> tuple[Position, Position] | None:

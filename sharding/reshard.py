@@ -40,9 +40,16 @@ def plan(src: Layout, dst: Layout) -> tuple[Step, ...]:
     """
     if (src.mesh, src.shape) != (dst.mesh, dst.shape):
         raise ValueError(
-            f"A reshard keeps mesh and global shape, but the source is {src} on mesh {src.mesh} and the target {dst} "
-            f"on mesh {dst.mesh}. Bring the tensor to the target's shape and mesh first."
+            f"A reshard keeps mesh and global shape, but the source is {src} on mesh {src.mesh} and the target is "
+            f"{dst} on mesh {dst.mesh}. Give the target the shape {list(src.shape)} and the mesh {src.mesh}."
         )
+    for name, layout in (("source", src), ("target", dst)):
+        if not exists(layout):
+            raise ValueError(
+                f"The {name} of a reshard, {layout} on mesh {layout.mesh}, is no layout: axes that cut one dim must "
+                "cut different digits of it, of sizes that divide it, and all pending reductions must be of one kind. "
+                "Change one of the states."
+            )
     limit = max(src.max_local_numel, dst.max_local_numel)
     return _cheapest(src, dst, lambda layout: layout.max_local_numel <= limit)
 
@@ -183,14 +190,11 @@ def _landings(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Iterator[tuple[
     if any(dim_of(dst, a) != dim for a in axes) or dim < 0:
         return
     after = at.with_states({a: dst[a] for a in axes})
-    if not exists(after):
-        state = minor(at, axes[0], dim)
-        if len(axes) > 1 or state is None or state == at[axes[0]]:
-            return
-        after = at.with_state(axes[0], state)
+    if not exists(after) and len(axes) == 1:
+        after = at.with_state(axes[0], minor(at, axes[0], dim))
     order = _by_digit(after, axes)
     where = position(after, order)
-    if where:
+    if where and after != at and exists(after):
         yield after, order, where
 
 
