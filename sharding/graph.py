@@ -167,7 +167,7 @@ def op_name(op: Any) -> str:
     """`aten.mm`, `all_reduce`, ..."""
     if isinstance(op, torch._ops.OpOverload):
         return str(op).removesuffix(".default")
-    return getattr(op, "name", None) or type(op).__name__
+    return getattr(op, "name", None) or getattr(op, "__name__", None) or type(op).__name__
 
 
 def str_eqn(e: Eqn) -> str:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Source, Var, vars_in
+from vescale_fn.sharding.graph import Eqn, Graph, Source, Var, vars_in
 
 aten = torch.ops.aten
 
 # Results that are their first operand, once nothing is written in place.
 _SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
+
+# What is left of writes in place that overwrite the whole tensor: a value that depends on the old one in shape only.
+_FILLS: dict[Any, Callable[[Any], Any]] = {aten.zero.default: lambda args: 0, aten.fill.Scalar: lambda args: args[1]}
 
 
 def identifier(path: str) -> str:
@@ -60,6 +63,7 @@ class _Converter:
     names: Names = field(default_factory=Names)
     values: dict[Node, Any] = field(default_factory=dict)  # Var, nested results, or a constant
     eqns: list[Eqn] = field(default_factory=list)
+    backward: set[Eqn] = field(default_factory=set)
 
     def convert(self, names: Sequence[str]) -> Graph:
         given = iter(names)
@@ -72,12 +76,11 @@ class _Converter:
             elif node.op == "output":
                 outputs = tuple(self.argument(node.args[0]))
             elif node.op == "get_attr":
-                self.values[node] = self.constant(getattr(self.gm, node.target))
-            else:
+                number = getattr(self.gm, node.target)  # a tensor of one element, made by torch.tensor(2.0)
+                self.values[node] = self.full("constant", number, number.item(), {})
+            elif node.users:
                 self.values[node] = self.call(node)
         return drop_dead(Graph(tuple(inputs), tuple(with_phases(self.eqns, self.backward)), outputs))
-
-    backward: set[Eqn] = field(default_factory=set)
 
     def argument(self, tree: Any) -> Any:
         """Arguments of a node with Vars for nodes."""
@@ -98,35 +101,37 @@ class _Converter:
         kinds = {torch.SymFloat: float, torch.SymInt: int, torch.SymBool: bool}
         return Var(self.names.new(base), (), kinds.get(type(val), type(val)))
 
-    def constant(self, value: torch.Tensor) -> Var:
-        """A tensor of one element that the step made from a number (torch.tensor(2.0))."""
-        return self.emit(aten.full.default, (tuple(value.shape), value.item()), {"dtype": value.dtype}, "constant", value)
-
     def call(self, node: Node) -> Any:
         args, kwargs = self.argument(node.args), self.argument(node.kwargs)
         if node.target is operator.getitem and isinstance(args[0], tuple):
             return args[0][args[1]]
         if _is_copy(node):
             return args[0]
-        name = re.sub(r"_\d+$", "", node.name)
-        return self.emit(
-            node.target, args, kwargs, name, node.meta["val"], node.meta.get("source"), node.meta.get("backward", False)
-        )
+        name, val = re.sub(r"_\d+$", "", node.name), node.meta["val"]
+        if node.target in _FILLS:
+            return self.full(name, val, _FILLS[node.target](args), node.meta)
+        if node.target is aten.copy.default:
+            return self.copied(args[1], val, node.meta)
+        return self.emit(node.target, args, kwargs, name, val, node.meta)
 
-    def emit(
-        self,
-        op: Any,
-        args: Any,
-        kwargs: Mapping[str, Any],
-        name: str,
-        val: Any,
-        source: Source | None = None,
-        backward: bool = False,
-    ) -> Any:
+    def full(self, name: str, val: torch.Tensor, value: Any, meta: Mapping[str, Any]) -> Any:
+        kwargs = {"dtype": val.dtype, "device": val.device}
+        return self.emit(aten.full.default, (tuple(val.shape), value), kwargs, name, val, meta)
+
+    def copied(self, source: Var, val: torch.Tensor, meta: Mapping[str, Any]) -> Any:
+        """`source` in the shape and dtype of the tensor that it was copied into."""
+        if source.shape != tuple(val.shape):
+            shaped = val.new_empty(val.shape, dtype=source.dtype)
+            source = self.emit(aten.expand.default, (source, list(val.shape)), {}, "expand", shaped, meta)
+        if source.dtype != val.dtype:
+            source = self.emit(aten._to_copy.default, (source,), {"dtype": val.dtype}, "cast", val, meta)
+        return source
+
+    def emit(self, op: Any, args: Any, kwargs: Any, name: str, val: Any, meta: Mapping[str, Any]) -> Any:
         result = self.result(name, val)
-        eqn = Eqn(op, tuple(args), dict(kwargs), tuple(vars_in(result)), source or Source())
+        eqn = Eqn(op, tuple(args), dict(kwargs), tuple(vars_in(result)), meta.get("source", Source()))
         self.eqns.append(eqn)
-        if backward:
+        if meta.get("backward"):
             self.backward.add(eqn)
         return result
 
@@ -141,8 +146,6 @@ def _is_copy(node: Node) -> bool:
 
 def with_phases(eqns: Sequence[Eqn], backward: set[Eqn]) -> list[Eqn]:
     """forward, backward, and update: what comes after the last backward equation."""
-    from dataclasses import replace
-
     last = max((i for i, e in enumerate(eqns) if e in backward), default=len(eqns))
     phases = ["backward" if e in backward else "update" if i > last else "forward" for i, e in enumerate(eqns)]
     return [replace(e, phase=p) for e, p in zip(eqns, phases)]
@@ -157,6 +160,3 @@ def drop_dead(graph: Graph) -> Graph:
             alive.update(e.reads)
             kept.append(e)
     return Graph(graph.inputs, tuple(reversed(kept)), graph.outputs)
-
-
-__all__ = ["Call", "Names", "Scan", "drop_dead", "graph_of_fx", "identifier"]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vescale_fn import trace_errors as errors
+from vescale_fn.functional import annotate, functionalized, outside_transforms, record_call, writes_in_place
 from vescale_fn.fx_graph import graph_of_fx, identifier
 from vescale_fn.sharding.graph import Graph, Var
 from vescale_fn.source import Lines, source_of_traceback
@@ -24,6 +25,7 @@ from vescale_fn.trace_modes import Lift, Record
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
+
 
 @dataclass(frozen=True)
 class Aval:
@@ -122,21 +124,28 @@ class Trace:
         self.mode = _fake_mode()
         self.lines = Lines()
         self._tracer: Any = None
+        self._last_input: Any = None  # the last placeholder
         self._lifted: dict[int, torch.Tensor] = {}  # by id of the captured value
         self._owners: dict[int, str] = {}  # storages that the step must not write, and what to call them
 
     def run(
-        self, fn: Callable[..., Sequence[Any]], avals: Sequence[Aval | float], names: Sequence[str], static: frozenset[int]
+        self,
+        fn: Callable[..., Sequence[Any]],
+        avals: Sequence[Aval | float],
+        names: Sequence[str],
+        static: frozenset[int],
     ) -> tuple[Traced, frozenset[int]]:
         """Trace fn, with the floats in `static` as constants. Also returns the floats that were guarded on."""
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        arguments = [a if i in static else self._example(a, f"argument {names[i]}") for i, a in enumerate(avals)]
+        arguments = [a if i in static else self._example(a, names[i]) for i, a in enumerate(avals)]
         dynamic = [i for i in range(len(avals)) if i not in static]
         constants: list[Any] = []
 
         def body(*values: Any) -> list[Any]:
             inside = dict(enumerate(arguments)) | dict(zip(dynamic, values, strict=True))
+            for value, i in zip(values, dynamic):
+                self._own(value, f"argument {names[i]}")
             with self._under_way():
                 leaves = [self.bring(x) for x in fn(*inside.values())]
             constants[:] = [_DYNAMIC if _is_dynamic(x) else x for x in leaves]
@@ -144,6 +153,8 @@ class Trace:
 
         with _compiling_flag():
             gm = make_fx(body, self.decompositions, tracing_mode="fake")(*[arguments[i] for i in dynamic])
+        if writes_in_place(gm):
+            gm = functionalized(gm, self.decompositions)
         graph = graph_of_fx(gm, [names[i] for i in dynamic] + [f"captured_{i}" for i in range(len(self.captured))])
         inputs = [*graph.inputs]
         for i in sorted(static):
@@ -174,13 +185,22 @@ class Trace:
             number = len(self.captured)
             self.captured.append(value)
             with outside_transforms():
-                fake = self._example(aval_of(value), "a tensor that it captures")
-                first = next(n for n in self.graph.nodes if n.op != "placeholder" or n.next is self.graph._root)
-                with self.graph.inserting_before(first):
+                fake = self._example(aval_of(value), "")
+                self._own(fake, "a tensor that it captures")
+                with self.graph.inserting_after(self._last_input):
                     proxy = self._tracer.create_proxy("placeholder", f"captured_{number}", (), {})
+                self._last_input = proxy.node
                 track_tensor_tree(fake, proxy, constant=None, tracer=self._tracer)
             self._lifted[id(value)] = fake
         return self._lifted[id(value)]
+
+    def emit(self, op: Any, operands: Sequence[Any], results: Sequence[Aval]) -> list[torch.Tensor]:
+        """One node for `op`, a sub-program, and the tensors that stand for its results."""
+        with outside_transforms():
+            fakes = [self._example(a, "") for a in results]
+            record_call(self._tracer, op, operands, fakes)
+        annotate(self.graph, *self.lines.locate())
+        return fakes
 
     def owner(self, tensor: Any) -> str | None:
         """What the storage of a tensor belongs to, if the step must not write it."""
@@ -190,14 +210,17 @@ class Trace:
 
     # ---- set-up and errors
 
-    def _example(self, aval: Aval | float, what: str) -> Any:
+    def _example(self, aval: Aval | float, name: str) -> Any:
         """The value that stands for an input of the step."""
         if isinstance(aval, float):
-            return _sym_float(self.mode, aval, what)
+            return _sym_float(self.mode, aval, name)
         with self.mode:
-            fake = torch.empty(aval.shape, dtype=aval.dtype, device=aval.device)
-        self._owners[fake.untyped_storage()._cdata] = what
-        return fake
+            return torch.empty(aval.shape, dtype=aval.dtype, device=aval.device)
+
+    def _own(self, value: Any, what: str) -> None:
+        """The step must not write to the storage of `value`."""
+        if isinstance(value, torch.Tensor):
+            self._owners[value.untyped_storage()._cdata] = what
 
     def _is_foreign(self, tensor: torch.Tensor) -> bool:
         base = tensor
@@ -212,6 +235,7 @@ class Trace:
         proxy_mode = get_proxy_mode()
         assert proxy_mode is not None
         self._tracer = proxy_mode.tracer
+        self._last_input = self.graph._root.prev
         token = _current.set(self)
         try:
             with Lift(self), Record(self):
@@ -249,9 +273,8 @@ def _fake_mode() -> FakeTensorMode:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return FakeTensorMode(
-        allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True
-    )
+    env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    return FakeTensorMode(allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=env, static_shapes=True)
 
 
 def _sym_float(mode: FakeTensorMode, value: float, name: str) -> torch.SymFloat:
@@ -265,16 +288,6 @@ def _sym_float(mode: FakeTensorMode, value: float, name: str) -> torch.SymFloat:
         value, source, DimDynamic.DYNAMIC, constraint_dim=None, positive=None, do_not_specialize_zero_one=True
     )
     return env.create_symfloatnode(symbol, hint=value, source=source)  # type: ignore[return-value]
-
-
-@contextlib.contextmanager
-def outside_transforms() -> Iterator[None]:
-    """Neither the transforms of torch.func nor any mode see what happens inside."""
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    with temporarily_clear_interpreter_stack(), _disable_current_modes(), torch._C.DisableTorchFunction():
-        yield
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale_fn import trace_errors as errors
+from vescale_fn.functional import annotate
 from vescale_fn.sharding.graph import Source, op_name
 from vescale_fn.trace_errors import TraceError
 
@@ -60,7 +61,9 @@ class Record(TorchDispatchMode):
             if func._schema.is_mutable:
                 self._refuse_captured(func, args, kwargs, source)
             out = self._call(func, args, kwargs, source)
-        self._annotate(source, backward)
+        for node in annotate(self.trace.graph, source, backward):
+            if _is_random(node):
+                raise TraceError(errors.random_without_key(self.trace.fn_name, op_name(node.target), source))
         return out
 
     def _call(self, func: Any, args: Any, kwargs: Any, source: Source) -> Any:
@@ -85,20 +88,10 @@ class Record(TorchDispatchMode):
                 if what:
                     raise TraceError(errors.writes_captured(self.trace.fn_name, what, op_name(func), source))
 
-    def _annotate(self, source: Source, backward: bool) -> None:
-        """Mark the nodes that are new since the last operation (arithmetic on numbers included)."""
-        node = self.trace.graph._root.prev
-        while node.op == "call_function" and "source" not in node.meta:
-            node.meta["source"], node.meta["backward"] = source, backward
-            if _is_random(node):
-                raise TraceError(errors.random_without_key(self.trace.fn_name, op_name(node.target), source))
-            node = node.prev
-
 
 def _is_random(node: torch.fx.Node) -> bool:
     """Whether the node draws random numbers. Attention is tagged as random, but draws only with dropout."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    given = torch.fx.operator_schemas.normalize_function(node.target, node.args, node.kwargs, normalize_to_only_use_kwargs=True)  # type: ignore[arg-type]
-    values = given.kwargs if given is not None else {}
-    return values.get("dropout_p", True) != 0
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    return (dict(zip(names, node.args)) | node.kwargs).get("dropout_p", "dropout_p" not in names) != 0
