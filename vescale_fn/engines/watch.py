@@ -6,17 +6,18 @@ started with; one that has waited for a second looks there, and compares what it
 
 from __future__ import annotations
 
+import time
+import warnings
 import zlib
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import zip_longest
 from typing import Any
 
-import torch.distributed as dist
-
 from vescale_fn.codegen import Code
 
 _LOOK = timedelta(seconds=1)
+_PATIENCE = 10.0  # seconds before a process says whom it waits for
 
 
 class PeerError(RuntimeError):
@@ -27,37 +28,53 @@ class PeerError(RuntimeError):
 class Watch:
     """What one process knows and tells. `who` names the process in messages."""
 
-    store: dist.Store
+    store: Any  # a torch.distributed.Store
     who: str
+    process: int
+    processes: int
     calls: int = 0
     code: Code | None = None
 
     def begin(self, code: Code, first: bool) -> None:
-        """A program starts; on its `first` call the processes compare what they run."""
+        """A program starts; before its `first` call all processes meet and compare what they run."""
         self.calls, self.code = self.calls + 1, code
-        if first:
+        if first and self.processes > 1:
             self.compare()
+            self.meet()
 
     def compare(self) -> None:
         """Raise if another process runs another program as the same call. Whoever comes first sets the measure."""
         assert self.code is not None
         key, mine = f"call {self.calls}", f"{self.code.fingerprint} {self.who}"
-        if not self.store.check([key]):
-            self.store.compare_set(f"{key} source", "", zlib.compress(self.code.source.encode()).hex())
+        self.store.compare_set(f"{key} source", "", zlib.compress(self.code.source.encode()).hex())
         theirs = self.store.compare_set(key, "", mine).decode()
         if theirs.split()[0] != self.code.fingerprint:
             source = zlib.decompress(bytes.fromhex(self.store.get(f"{key} source").decode())).decode()
             raise PeerError(_mismatch(theirs.partition(" ")[2], source, self.who, self.code.source))
 
+    def meet(self) -> None:
+        """Wait until every process has come to this call."""
+        keys = [f"call {self.calls} process {p}" for p in range(self.processes)]
+        self.store.set(keys[self.process], "here")
+        started, pause, warned = time.monotonic(), 0.001, False
+        while not self.store.check(keys):
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+            self.look()
+            if not warned and time.monotonic() - started > _PATIENCE:
+                warned = True
+                missing = [p for p, key in enumerate(keys) if not self.store.check([key])]
+                warnings.warn(f"{self.who} waits for processes {missing} to call the same step.", stacklevel=2)
+
     def look(self) -> None:
         """Raise if another process failed or runs another program."""
         if self.store.check(["failure"]):
             raise PeerError(f"{self.store.get('failure').decode()} {self.who} stopped with it.")
-        if self.code is not None:
-            self.compare()
 
     def tell(self, error: BaseException) -> None:
         """Let the others know that this process stops because of `error`. The first failure counts."""
+        if self.store is None:
+            return
         text = f"{self.who} failed with {type(error).__name__}: {error}"
         self.store.compare_set("failure", "", text if text.endswith(".") else text + ".")
 
@@ -69,6 +86,7 @@ class Watch:
                 return
             except RuntimeError:
                 self.look()
+                self.compare()
                 if work.is_completed():
                     raise
 

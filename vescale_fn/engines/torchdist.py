@@ -1,0 +1,166 @@
+"""Programs on real processes: torch.distributed with gloo or NCCL, one or several ranks in each process.
+
+The process groups of a mesh are made when a program first needs them and kept by the engine. On gloo, reductions that
+scatter, and with `deterministic=True` all reductions, are taken in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vescale_fn.codegen import Site, generate
+from vescale_fn.engines.engine import Executable, rank_text
+from vescale_fn.engines.kernels import Group, cut
+from vescale_fn.engines.lockstep import LockStep
+from vescale_fn.engines.transport import Team, Wire
+from vescale_fn.engines.watch import Watch
+from vescale_fn.program import Program
+from vescale_fn.sharding.comm import AllGather, AllReduce
+from vescale_fn.sharding.mesh import Mesh
+
+
+@dataclass(eq=False)
+class TorchDistEngine:
+    """Runs programs on the processes of a mesh, which are those of torch.distributed.
+
+    deterministic: the same bits for any number of processes.
+    """
+
+    mesh: Mesh
+    deterministic: bool = False
+    wires: dict[tuple[int, ...], Wire] = field(default_factory=dict)  # by the processes they join
+    watch: Watch = field(init=False)
+    failures: int = 0
+
+    def __post_init__(self) -> None:
+        self.watch = self.new_watch()
+
+    def load(self, program: Program) -> Executable:
+        """Generate the code of a program and bind it to the ranks of this process. Nothing is communicated yet."""
+        code, ranks = generate(program), self.mesh.local_ranks
+        constants = [code.bind(program.mesh.coords(r), self.mesh.device_of(r)) for r in ranks]
+        return TorchDistExecutable(code, ranks, constants, self)
+
+    def new_watch(self) -> Watch:
+        """A watch that knows of no failure yet. All processes count failures alike, since one ends what all run."""
+        name = f"vescale_fn/{self.mesh}/{self.deterministic}/{self.failures}"
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store()) if dist.is_initialized() else None
+        ranks = self.mesh.local_ranks
+        first = rank_text(ranks[0], self.mesh.shape.coords(ranks[0]))
+        held = first if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+        who = f"Process {self.mesh.process}, which holds {held},"
+        return Watch(store, who, self.mesh.process, self.mesh.processes)
+
+    def owner(self, rank: int) -> int:
+        """The process that holds a rank."""
+        return rank // (self.mesh.size // self.mesh.processes)
+
+    def teams(self, axes: tuple[str, ...]) -> list[tuple[tuple[int, ...], Team]]:
+        """The groups along `axes` in which this process has ranks, and the team of each. Every process must ask for
+        the same axes in the same order: groups are made by all processes together."""
+        found = []
+        for ranks in self.mesh.shape.groups(axes):
+            owners = [self.owner(r) for r in ranks]
+            processes = tuple(sorted(set(owners)))
+            wire = self.wire(processes)
+            if self.mesh.process in processes:
+                found.append((ranks, Team(wire, tuple(map(processes.index, owners)), self.deterministic)))
+        return found
+
+    def wire(self, processes: tuple[int, ...]) -> Wire:
+        """The wire between some processes, made on first use."""
+        if processes not in self.wires:
+            group = dist.new_group(list(processes)) if len(processes) > 1 else None
+            me = processes.index(self.mesh.process) if self.mesh.process in processes else 0
+            wait = self.watch.wait if self.mesh.device == "cpu" else dist.Work.wait
+            self.wires[processes] = Wire(len(processes), me, group, wait)
+        return self.wires[processes]
+
+    def fail(self, error: Exception) -> None:
+        """Tell the other processes, and cut the wires so that nobody waits on them. The next program starts afresh."""
+        if self.mesh.processes == 1:
+            return
+        self.watch.tell(error)
+        for wire in self.wires.values():
+            if wire.group is not None and wire.group != dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(wire.group)
+        self.wires.clear()
+        self.failures += 1
+        self.watch = self.new_watch()
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """How one collective runs for one group of ranks. `local`: positions of its members among this process's ranks.
+    `groups` and `shapes`: see `Team.run`."""
+
+    team: Team
+    local: tuple[int, ...]
+    groups: tuple[Group, ...]
+    shapes: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class TorchDistExecutable(LockStep):
+    """A program bound to the ranks of one process."""
+
+    engine: TorchDistEngine
+    routes: dict[Site, list[Route]] = field(default_factory=dict)
+    prepared: list[int] = field(default_factory=list)  # the engine's count of failures when the routes were made
+
+    def __call__(self, inputs: list[list[Any]]) -> list[list[Any]]:
+        if not self.code.communicates or (self.engine.mesh.processes == 1 and self.routes):
+            return super().__call__(inputs)
+        engine = self.engine
+        try:
+            first = self.prepared != [engine.failures]
+            engine.watch.begin(self.code, first)
+            if first:
+                self.prepare()
+            return super().__call__(inputs)
+        except Exception as error:
+            engine.fail(error)
+            raise
+
+    def prepare(self) -> None:
+        """Work out how each collective travels."""
+        self.routes.clear()
+        for site in self.code.sites:
+            teams = self.engine.teams(site.comm.axes)
+            self.routes[site] = [self.route(site, ranks, team) for ranks, team in teams]
+        self.prepared[:] = [self.engine.failures]
+
+    def route(self, site: Site, ranks: tuple[int, ...], team: Team) -> Route:
+        start = self.ranks[0]
+        local = tuple(ranks[m] - start for m in team.mine)
+        groups = tuple(site.group(site.mesh.coords(ranks[0]), k) for k in range(len(site.outs)))
+        return Route(team, local, groups, tuple(shapes_of(site, k, g) for k, g in enumerate(groups)))
+
+    def exchange(self, site: Site, operands: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        results: list[list[Tensor]] = [[]] * len(operands)
+        for route in self.routes[site]:
+            mine = [operands[i] for i in route.local]
+            outs = route.team.run(site.comm, route.groups, route.shapes, mine, site.overwritable)
+            for i, out in zip(route.local, outs):
+                results[i] = out
+        return results
+
+
+def shapes_of(site: Site, operand: int, group: Group) -> Any:
+    """What members send of one operand: its shape by member for gathers, the shapes of pieces by member and receiver
+    otherwise. Found by cutting tensors without memory."""
+    if isinstance(site.comm, AllReduce):
+        return ()
+    layout = site.ins[operand]
+    whole = [layout.local_shape(m) for m in group.members] if not layout.is_even else None
+    shapes = whole or [layout.max_local_shape] * len(group.members)
+    if isinstance(site.comm, AllGather):
+        return shapes
+    cuts = [cut(site.comm, group, torch.empty(s, device="meta"), i) for i, s in enumerate(shapes)]
+    return [[tuple(p.shape) for p in row] for row in cuts]

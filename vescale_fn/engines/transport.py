@@ -1,0 +1,223 @@
+"""Collectives between processes, on top of three that torch.distributed has everywhere.
+
+`Wire` moves flat buffers between the processes of one group. `Team` runs a program's collectives on it for the ranks
+that sit in those processes, one or several each: it cuts and joins with the kernels that the virtual engine runs, so
+both give the same bits wherever the order of a sum is fixed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vescale_fn.engines.kernels import Group, cut, join, reduce
+from vescale_fn.sharding.comm import AllGather, AllReduce, Collective
+
+# What gloo and NCCL both carry; anything else travels as bytes.
+CARRIED = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
+CARRIED |= {torch.int64, torch.int32, torch.int8, torch.uint8}
+SMALL = 1 << 14  # elements below which one gather beats a scatter followed by a gather
+
+
+@dataclass(frozen=True, eq=False)
+class Wire:
+    """Flat buffers between the processes of one group. `group` is None when this process is alone.
+
+    wait: waits for the work of an asynchronous collective.
+    """
+
+    size: int = 1
+    me: int = 0
+    group: Any = None
+    wait: Callable[[Any], Any] = lambda work: work.wait()
+
+    def swap(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        """parts[p] goes to process p; `lengths` are those of what comes back, one buffer from each process."""
+        if self.group is None:
+            return list(parts)
+        send = _carried(torch.cat(list(parts)))
+        unit = _unit(parts[0].dtype)
+        out = send.new_empty(sum(lengths) * unit)
+        sizes = [n * unit for n in lengths]
+        self.wait(dist.all_to_all_single(out, send, sizes, [p.numel() * unit for p in parts], self.group, True))
+        return list(out.view(parts[0].dtype).split(list(lengths)))
+
+    def gather(self, mine: Tensor, lengths: Sequence[int]) -> Tensor:
+        """The buffers of all processes, one after the other; `lengths` says how long each is."""
+        if self.group is None:
+            return mine
+        longest = max(lengths)
+        if mine.numel() < longest:
+            mine = torch.cat([mine, mine.new_empty(longest - mine.numel())])
+        send = _carried(mine)
+        out = send.new_empty(self.size * send.numel())
+        self.wait(dist.all_gather_into_tensor(out, send, self.group, True))
+        out = out.view(mine.dtype)
+        if min(lengths) == longest:
+            return out
+        return torch.cat([p[:n] for p, n in zip(out.split([longest] * self.size), lengths)])
+
+    def add(self, x: Tensor) -> None:
+        """x becomes the sum over all processes, in an order that the library chooses."""
+        self.wait(dist.all_reduce(x, dist.ReduceOp.SUM, self.group, True))
+
+
+def _carried(flat: Tensor) -> Tensor:
+    return flat if flat.dtype in CARRIED else flat.view(torch.uint8)
+
+
+def _unit(dtype: torch.dtype) -> int:
+    """Elements on the wire for one element."""
+    return 1 if dtype in CARRIED else dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class Team:
+    """The members of one group of ranks, on the processes of a wire.
+
+    owners: the process of each member, as its position in the wire. ordered: sums are taken in the order of the
+    members, which gives the same bits for any number of processes.
+    """
+
+    wire: Wire
+    owners: tuple[int, ...]
+    ordered: bool = False
+
+    @property
+    def size(self) -> int:
+        return len(self.owners)
+
+    @property
+    def mine(self) -> list[int]:
+        """The members in this process."""
+        return self.on(self.wire.me)
+
+    def on(self, process: int) -> list[int]:
+        return [m for m, owner in enumerate(self.owners) if owner == process]
+
+    def run(
+        self,
+        comm: Collective,
+        groups: Sequence[Group],
+        shapes: Sequence[Sequence[tuple[int, ...]]],
+        operands: Sequence[Sequence[Tensor]],
+        overwritable: Sequence[bool],
+    ) -> list[list[Tensor]]:
+        """Results [local member][operand] of a collective, for operands [local member][operand]. `groups` and `shapes`
+        describe each operand, `shapes` as every member holds it. Operands of one dtype travel together."""
+        results: list[list[Any]] = [[None] * len(groups) for _ in operands]
+        for same in _by_dtype(operands[0]):
+            xs = [[row[k] for k in same] for row in operands]
+            if isinstance(comm, AllReduce):
+                outs = self.all_reduce(comm, xs, all(overwritable[k] for k in same))
+            elif isinstance(comm, AllGather):
+                outs = self.all_gather(comm, [groups[k] for k in same], [shapes[k] for k in same], xs)
+            else:
+                outs = self.exchange(comm, [groups[k] for k in same], [shapes[k] for k in same], xs)
+            for row, out in zip(results, outs):
+                for k, x in zip(same, out):
+                    row[k] = x
+        return results
+
+    def all_reduce(self, comm: AllReduce, xs: Sequence[Sequence[Tensor]], overwrite: bool) -> list[list[Tensor]]:
+        first = xs[0]
+        if len(first) == 1 and self.native(comm, first[0]):
+            out = first[0] if overwrite and first[0].is_contiguous() else _copy(first[0])
+            self.wire.add(out)
+            return [[out]]
+        flats = [torch.cat([x.reshape(-1) for x in row]) for row in xs]
+        if self.native(comm, flats[0]):
+            self.wire.add(flats[0])
+            totals = flats
+        else:
+            total = self.total(comm, flats)
+            totals = [total, *(total.clone() for _ in xs[1:])]
+        return [_unflatten(t, [x.shape for x in first]) for t in totals]
+
+    def native(self, comm: AllReduce, x: Tensor) -> bool:
+        """Whether the library's own sum does. Its max and min may lose NaN."""
+        exact = self.ordered and self.size > 2
+        alone = self.wire.group is not None and self.size == self.wire.size
+        return alone and not exact and comm.kind == "sum" and x.dtype in CARRIED
+
+    def total(self, comm: AllReduce, flats: Sequence[Tensor]) -> Tensor:
+        """All members' flat buffers combined in order: each process combines one stretch, then all are gathered."""
+        wire, numel = self.wire, flats[0].numel()
+        if wire.group is None or numel < SMALL:
+            counts = [numel * len(self.on(p)) for p in range(wire.size)]
+            return reduce(self.in_order(wire.gather(torch.cat(list(flats)), counts), [numel] * self.size), comm.kind)
+        step = -(-numel // wire.size)
+        lengths = [max(0, min(step, numel - p * step)) for p in range(wire.size)]
+        stretches = [flat.split(lengths) for flat in flats]
+        mine = lengths[wire.me]
+        got = wire.swap(
+            [torch.cat([s[p] for s in stretches]) for p in range(wire.size)],
+            [mine * len(self.on(p)) for p in range(wire.size)],
+        )
+        return wire.gather(reduce(self.in_order(torch.cat(got), [mine] * self.size), comm.kind), lengths)
+
+    def in_order(self, flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
+        """What came from each member, when a buffer holds it process by process."""
+        arrival = [m for p in range(self.wire.size) for m in self.on(p)]
+        pieces = dict(zip(arrival, flat.split([numels[m] for m in arrival])))
+        return [pieces[m] for m in range(self.size)]
+
+    def all_gather(
+        self, comm: AllGather, groups: Sequence[Group], shapes: Sequence[Any], xs: Sequence[Sequence[Tensor]]
+    ) -> list[list[Tensor]]:
+        flat = torch.cat([x.reshape(-1) for row in xs for x in row])
+        numels = [sum(math.prod(s[m]) for s in shapes) for m in range(self.size)]
+        got = self.wire.gather(flat, [sum(numels[m] for m in self.on(p)) for p in range(self.wire.size)])
+        if len(groups) == len(xs) == 1 and self.is_stacked(comm, shapes[0]):
+            return [[got.view(-1, *shapes[0][0][comm.dim + 1 :])]]
+        pieces = [_unflatten(x, [s[m] for s in shapes]) for m, x in enumerate(self.in_order(got, numels))]
+        return [[join(comm, g, [p[k] for p in pieces], m) for k, g in enumerate(groups)] for m in self.mine]
+
+    def is_stacked(self, comm: AllGather, shapes: Sequence[tuple[int, ...]]) -> bool:
+        """Whether pieces that lie one after the other in memory are the gathered tensor."""
+        in_order = self.owners == tuple(sorted(self.owners))
+        return in_order and comm.pre == 1 and comm.dim == 0 and math.prod(shapes[0][1:]) > 0
+
+    def exchange(
+        self, comm: Collective, groups: Sequence[Group], shapes: Sequence[Any], xs: Sequence[Sequence[Tensor]]
+    ) -> list[list[Tensor]]:
+        """Every member sends a piece to every member; see `kernels.cut` and `kernels.join`."""
+        mine, everyone, processes = self.mine, range(self.size), range(self.wire.size)
+        pieces: dict[tuple[int, int], Tensor] = {}
+        for m, row in zip(mine, xs):
+            cuts = [cut(comm, g, x, m) for g, x in zip(groups, row)]
+            pieces |= {(m, to): torch.cat([c[to].reshape(-1) for c in cuts]) for to in everyone}
+        sent = [torch.cat([pieces[m, to] for m in mine for to in self.on(p)]) for p in processes]
+        coming = {(m, to): [s[m][to] for s in shapes] for m in everyone for to in mine}
+        order = [[(m, to) for m in self.on(p) for to in mine] for p in processes]
+        numels = [[sum(map(math.prod, coming[pair])) for pair in pairs] for pairs in order]
+        got = self.wire.swap(sent, [sum(n) for n in numels])
+        arrived = {
+            pair: _unflatten(x, coming[pair])
+            for buffer, pairs, n in zip(got, order, numels)
+            for pair, x in zip(pairs, buffer.split(n))
+        }
+        return [[join(comm, g, [arrived[m, to][k] for m in everyone], to) for k, g in enumerate(groups)] for to in mine]
+
+
+def _by_dtype(xs: Sequence[Tensor]) -> list[list[int]]:
+    """Positions of the tensors of each dtype."""
+    found: dict[torch.dtype, list[int]] = {}
+    for k, x in enumerate(xs):
+        found.setdefault(x.dtype, []).append(k)
+    return list(found.values())
+
+
+def _unflatten(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Tensors of the given shapes that lie one after the other in a flat buffer."""
+    return [x.view(list(s)) for x, s in zip(flat.split([math.prod(s) for s in shapes]), shapes)]
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
