@@ -223,9 +223,8 @@ def _elementwise_loss_backward(op: Any) -> Decomposition:
         reduction = named["reduction"]
         if reduction == _NONE:
             return NotImplemented
-        shape = torch.broadcast_shapes(named["self"].shape, named["target"].shape)
-        grad = named["grad_output"]
-        grad = (grad / max(torch.Size(shape).numel(), 1) if reduction == _MEAN else grad).expand(shape)
+        x, grad = named["self"], named["grad_output"]
+        grad = (grad / max(x.numel(), 1) if reduction == _MEAN else grad).expand(x.shape)
         return op(**{**named, "grad_output": grad, "reduction": _NONE})
 
     return backward

@@ -1,4 +1,4 @@
-"""Softmax and normalisations as sums and maxima over the dims they normalise: the part of `decompositions` for what normalises.
+"""Softmax and normalisations as sums and maxima over the dims they normalise: a part of `decompositions`.
 
 `NORMS` belongs to ON_INTENT there, `RECORDED` to ALWAYS.
 """
@@ -64,7 +64,7 @@ def log_softmax_backward(grad: Tensor, out: Tensor, dim: int, input_dtype: torch
 # --- what normalisations share --------------------------------------------------------------------------------------
 
 
-def _moments(x: Tensor, dims: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+def _moments(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """x off its mean, the mean, and the variance over `dims`, which are kept."""
     n = prod(x.shape[d] for d in dims)
     mean = x.sum(dims, keepdim=True) / n
@@ -72,11 +72,11 @@ def _moments(x: Tensor, dims: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     return off, mean, (off * off).sum(dims, keepdim=True) / n
 
 
-def _through_moments(grad: Tensor, unit: Tensor, rstd: Tensor, dims: Sequence[int]) -> Tensor:
+def _through_moments(grad: Tensor, unit: Tensor, rstd: Tensor, dims: list[int]) -> Tensor:
     """Gradient of x from that of `unit` = (x - mean) * rstd."""
     n = prod(unit.shape[d] for d in dims)
-    level = grad.sum(dims, keepdim=True) / n
-    slope = (grad * unit).sum(dims, keepdim=True) / n
+    level: Tensor = grad.sum(dims, keepdim=True) / n
+    slope: Tensor = (grad * unit).sum(dims, keepdim=True) / n
     return (grad - level - unit * slope) * rstd
 
 
@@ -86,7 +86,7 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias
 
 
-def _summed(x: Tensor, dims: Sequence[int]) -> Tensor:
+def _summed(x: Tensor, dims: list[int]) -> Tensor:
     return x.sum(dims) if dims else x
 
 

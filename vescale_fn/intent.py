@@ -40,7 +40,7 @@ class _Site:
 
 @dataclass(eq=False)
 class _Links:
-    """How values are tied: by equations, and across the boundaries of sub-programs (the same value, `shift` dims on)."""
+    """How values are tied: by equations, and across the boundaries of sub-programs (the same value, dims shifted)."""
 
     sites: dict[Var, list[tuple[_Site, int]]] = field(default_factory=dict)
     same: dict[Var, list[tuple[Var, int]]] = field(default_factory=dict)

@@ -106,7 +106,8 @@ class _Partitioner:
             return self.convert(operand, layout, e.source, e.phase)
 
         local = e.with_args(deliver)
-        outs = tuple(self.plan.values[v] for v in e.outs if v.is_tensor)
+        scalar = Layout.of(self.plan.mesh, ())  # stands for results that are numbers, or not made
+        outs = tuple(self.plan.values[v] if v.is_tensor else scalar for v in e.outs)
         ctx = Context(self.builder, e, None, ins, outs, self.plan.letters.get(e, {}))
         for v, result in zip(e.outs, self.rewrite(ctx, local), strict=True):
             self.define(v, result)
@@ -118,8 +119,6 @@ class _Partitioner:
             return ctx.emit(self.sub_program(e), local.args, local.kwargs)
         if e.op is RESHARD:  # the constraint has done its work: the operand arrives in its layout
             return (local.args[0],)
-        if not all(v.is_tensor for v in e.outs):
-            return ctx.emit(e.op, local.args, local.kwargs, [None] * len(e.outs))  # type: ignore[list-item]
         handler = HANDLERS.get(e.op)
         if handler is None or not (ctx.letters or _has_state(ctx)):
             return ctx.emit(e.op, local.args, local.kwargs)

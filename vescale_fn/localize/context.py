@@ -54,7 +54,7 @@ class Builder:
 
     def var(self, name: str, shape: Sequence[int], dtype: Any, layout: Layout | None) -> Var:
         v = Var(self.fresh(name), tuple(shape), dtype)
-        if layout is not None:
+        if layout is not None and v.is_tensor:
             self.layouts[v] = layout
         return v
 

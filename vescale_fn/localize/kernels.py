@@ -1,0 +1,106 @@
+"""Fused kernels: literal sizes among their arguments become local ones, and ranks that hold nothing do not call
+kernels that refuse empty tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from vescale_fn import local_ops
+from vescale_fn.localize.context import Context, Handler, local_dim
+from vescale_fn.localize.index import local_args
+from vescale_fn.sharding.graph import Var
+from vescale_fn.sharding.layout import Layout
+from vescale_fn.sharding.rules.registry import operand_slots
+
+aten = torch.ops.aten
+
+Change = Callable[[Context, dict[str, Any]], dict[str, Any]]  # arguments that change on a rank
+
+
+def _kernel(change: Change | None = None, fill: str = "zero") -> Handler:
+    """The same operation with changed arguments. `fill`: what results are where a rank holds nothing."""
+
+    def handler(ctx: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Var, ...]:
+        if change is not None:
+            named = local_args(ctx, args, kwargs)
+            named |= change(ctx, named)
+            declared = [a.name for a in ctx.eqn.op._schema.arguments if not a.kwarg_only]
+            args, kwargs = tuple(named.pop(n) for n in declared), named
+        if all(x.is_even for x in (*ctx.ins, *ctx.outs)):
+            return ctx.emit(ctx.eqn.op, args, kwargs)
+        shapes = [ctx.local_shape(x) if v.is_tensor else None for x, v in zip(ctx.outs, ctx.eqn.outs)]
+        dtypes = [v.dtype if v.is_tensor else None for v in ctx.eqn.outs]
+        name = str(ctx.eqn.op).removeprefix("aten.")
+        return ctx.emit(local_ops.unless_empty, (name, shapes, dtypes, fill, *args), kwargs)
+
+    return handler
+
+
+def _layout_of(ctx: Context, name: str) -> Layout:
+    """Layout of the operand that is the argument `name`."""
+    return ctx.ins[operand_slots(ctx.eqn)[name][0]]
+
+
+def _group_norm(ctx: Context, named: dict[str, Any]) -> dict[str, Any]:
+    x = _layout_of(ctx, "input")
+    statistics = _layout_of(ctx, "mean") if "mean" in named else ctx.outs[1]
+    return {"N": local_dim(x, 0), "C": local_dim(x, 1), "group": local_dim(statistics, 1)}
+
+
+def _convolution(ctx: Context, named: dict[str, Any]) -> dict[str, Any]:
+    """Groups that this rank holds: axes that shard groups cut the leading factor of the channels."""
+    x, groups = _layout_of(ctx, "input"), named["groups"]
+    cut = {a: replace(s, dim=0) for a, s in x.shards(1) if ctx.letters.get(a) == "g"}
+    change: dict[str, Any] = {"groups": local_dim(Layout.of(x.mesh, (groups,), cut), 0)}
+    if named.get("bias_sizes") is not None:
+        change["bias_sizes"] = [local_dim(_layout_of(ctx, "grad_output"), 1)]
+    return change
+
+
+def _input_size(ctx: Context, named: dict[str, Any]) -> dict[str, Any]:
+    return {"input_size": ctx.local_shape(ctx.outs[0])}
+
+
+_REFUSE_EMPTY = [
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+    aten.native_batch_norm.default,
+    aten.native_batch_norm_backward.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default,
+    aten.max_pool2d_with_indices.default,
+    aten.max_pool2d_with_indices_backward.default,
+    aten.max_pool3d_with_indices.default,
+    aten.max_pool3d_with_indices_backward.default,
+    aten.adaptive_max_pool2d.default,
+    aten.adaptive_max_pool2d_backward.default,
+    aten.avg_pool2d.default,
+    aten.avg_pool2d_backward.default,
+    aten.avg_pool3d.default,
+    aten.avg_pool3d_backward.default,
+    aten.upsample_nearest2d.default,
+    aten.upsample_bilinear2d.default,
+    aten._fft_c2c.default,
+    aten._fft_r2c.default,
+    aten._fft_c2r.default,
+]
+
+HANDLERS: dict[Any, Handler] = {
+    **dict.fromkeys(_REFUSE_EMPTY, _kernel()),
+    **dict.fromkeys([aten.amax.default, aten.max.default], _kernel(fill="lowest")),
+    **dict.fromkeys([aten.amin.default, aten.min.default], _kernel(fill="highest")),
+    **dict.fromkeys([aten.native_group_norm.default, aten.native_group_norm_backward.default], _kernel(_group_norm)),
+    **dict.fromkeys([aten.convolution.default, aten.convolution_backward.default], _kernel(_convolution)),
+    aten.upsample_nearest2d_backward.default: _kernel(_input_size),
+    aten.upsample_bilinear2d_backward.default: _kernel(_input_size),
+}
