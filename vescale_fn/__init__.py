@@ -1,0 +1,30 @@
+"""vescale_fn: write one pure training step, run it on any mesh, see every byte it sends before it runs."""
+
+from vescale_fn import optim as optim
+from vescale_fn.array import Array as Array
+from vescale_fn.lowering import Lowered as Lowered
+from vescale_fn.mesh import abstract_mesh as abstract_mesh
+from vescale_fn.mesh import make_mesh as make_mesh
+from vescale_fn.mesh import print0 as print0
+from vescale_fn.mesh import process_count as process_count
+from vescale_fn.mesh import process_index as process_index
+from vescale_fn.module import functionalize as functionalize
+from vescale_fn.pjit import disable_pjit as disable_pjit
+from vescale_fn.pjit import pjit as pjit
+from vescale_fn.placement import device_put as device_put
+from vescale_fn.placement import local_put as local_put
+from vescale_fn.placement import make_array_from_callback as make_array_from_callback
+from vescale_fn.placement import make_array_from_process_local_data as make_array_from_process_local_data
+from vescale_fn.primitives import reshard as reshard
+from vescale_fn.primitives import with_sharding_constraint as with_sharding_constraint
+from vescale_fn.register import register_rule as register_rule
+from vescale_fn.sharding.forms import P as P
+from vescale_fn.sharding.forms import S as S
+from vescale_fn.sharding.mesh import Mesh as Mesh
+from vescale_fn.shardings import NamedSharding as NamedSharding
+from vescale_fn.shardings import rules as rules
+from vescale_fn.trace import ShapeDtype as ShapeDtype
+from vescale_fn.tree import pytree as pytree
+from vescale_fn.visualize import visualize as visualize
+
+__version__ = "0.1.0"

@@ -136,9 +136,9 @@ class Array:
 
     def full(self) -> torch.Tensor:
         """The whole value as a plain tensor on every process. Communicates; all processes must call it."""
-        from vescale_fn.move import move  # the only way up: moving an Array runs a program
+        from vescale_fn.move import move_to  # moving an Array runs a program, which needs this module
 
-        return move(self, Layout.of(self.layout.mesh, self.layout.shape)).shards[0].clone()
+        return move_to(self, Layout.of(self.layout.mesh, self.layout.shape)).shards[0].clone()
 
     def to_dtensor(self) -> Any:
         """This Array as a DTensor over the same processes (one rank per process). Raises if DTensor cannot say it."""

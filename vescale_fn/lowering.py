@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import difflib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,14 +13,12 @@ from vescale_fn import decompose
 from vescale_fn.array import ArrayType
 from vescale_fn.cost_report import CollectiveTable, collectives_of, cost_analysis
 from vescale_fn.engines import Executable, engine_for
-from vescale_fn.export import export
 from vescale_fn.memory import MemoryStats, peak_bytes
 from vescale_fn.normalize import drop_dead, drop_metadata_reads
 from vescale_fn.partition import partition
 from vescale_fn.passes import optimize
 from vescale_fn.primitives import RESHARD, constraint_layout
 from vescale_fn.program import Program
-from vescale_fn.sharding.explain import explain
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var
 from vescale_fn.sharding.layout import Layout
 from vescale_fn.sharding.mesh import Mesh, MeshShape
@@ -82,16 +81,18 @@ class Lowered:
 
     def explain(self, path: str) -> str:
         """Why the value at `path` has its layout, what it costs, and the runner-up."""
+        from vescale_fn.sharding.explain import explain
+
         return explain(self.plan, path)
 
     def export(self, path: str | Path) -> None:
         """Write the program as one Python file that needs only torch and runs under torchrun."""
+        from vescale_fn.export import export
+
         export(self.program, path)
 
     def diff(self, other: Lowered) -> str:
         """The lines in which another program's text differs, as a unified diff."""
-        import difflib
-
         mine, theirs = self.as_text().splitlines(), other.as_text().splitlines()
         return "\n".join(difflib.unified_diff(mine, theirs, self.name, other.name, lineterm=""))
 
@@ -144,7 +145,3 @@ def output_types(program: Program, mesh: Mesh) -> list[ArrayType | None]:
         ArrayType(program.layouts[v], v.dtype, mesh) if isinstance(v, Var) and v.is_tensor else None
         for v in program.graph.outputs
     ]
-
-
-def static_outputs(outputs: Sequence[Any]) -> list[Any]:
-    return [None if isinstance(v, Var) else v for v in outputs]

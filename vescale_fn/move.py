@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from vescale_fn.array import Array, ArrayType
 from vescale_fn.engines import Executable, engine_for
 from vescale_fn.localize.context import Builder
 from vescale_fn.program import Program
+from vescale_fn.sharding.bind import bind_sized
 from vescale_fn.sharding.graph import Graph, Source, Var
 from vescale_fn.sharding.layout import Layout
+from vescale_fn.sharding.spec import Spec
 
 
-def move(x: Array, to: Layout) -> Array:
+def move(x: Array, spec: Spec, **sizes: int | Sequence[int]) -> Array:
+    """x in the layout that a spec says."""
+    layout = bind_sized(spec, tuple(x.shape), x.mesh.shape, sizes)
+    moved = move_to(x, layout)
+    return Array(moved.type, moved.shards, str(spec.with_sizes(sizes)))
+
+
+def move_to(x: Array, to: Layout) -> Array:
     """x in layout `to`; x itself when it is there already."""
     if x.layout == to:
         return x

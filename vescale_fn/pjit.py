@@ -63,6 +63,7 @@ class Jitted(Generic[P, R]):
         self._shardings = shardings
         self._rules = dict(rules or {})
         self._cache: dict[Any, _Loaded] = {}
+        self._static_floats: dict[Any, list[int]] = {}  # key -> leaves whose value the program depends on
         self._hits = 0
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -71,14 +72,21 @@ class Jitted(Generic[P, R]):
         static_args, static_kwargs = self._signature.wrap_static(args, kwargs)
         leaves, treedef = flatten((static_args, static_kwargs))
         key = (treedef, tuple(map(leaf_key, leaves)), ambient_key())
-        loaded = self._cache.get(key)
+        loaded = self._cache.get(self._with_floats(key, leaves))
         if loaded is None:
             lowered, dynamic, out_treedef = self._lower(static_args, static_kwargs)
-            loaded = self._cache[key] = _Loaded.of(lowered, dynamic, out_treedef)
+            loaded = _Loaded.of(lowered, dynamic, out_treedef)
+            if lowered.traced.static:
+                self._static_floats[key] = [dynamic[k] for k in sorted(lowered.traced.static)]
+            self._cache[self._with_floats(key, leaves)] = loaded
         else:
             self._hits += 1
         result: R = loaded(leaves)
         return result
+
+    def _with_floats(self, key: Any, leaves: list[Any]) -> Any:
+        static = self._static_floats.get(key)
+        return (key, tuple(leaves[i] for i in static)) if static else key
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """The program for these arguments, not run. Arrays on an abstract mesh will do."""

@@ -9,11 +9,11 @@ import torch
 
 from vescale_fn import errors
 from vescale_fn.array import Array, ArrayType
-from vescale_fn.move import move
+from vescale_fn.move import move_to
 from vescale_fn.sharding.layout import Layout
 from vescale_fn.sharding.mesh import Mesh
 from vescale_fn.shardings import layouts_for
-from vescale_fn.tree import flatten_with_paths, unflatten
+from vescale_fn.tree import flatten, unflatten
 
 
 def cut(x: torch.Tensor, layout: Layout, coords: Mapping[str, int]) -> torch.Tensor:
@@ -51,25 +51,25 @@ def device_put(tree: Any, specs: Any = None, mesh: Mesh | None = None, *, may_al
     >>> vf.device_put({"w": torch.ones(4, 6)}, {"w": "d f/tp"}, mesh)["w"].addressable_shards[0].data.shape
     torch.Size([4, 3])
     """
-    paths, leaves, treedef = flatten_with_paths(tree)
+    leaves, treedef = flatten(tree)
     mesh = mesh or next((x.mesh for x in leaves if isinstance(x, Array)), None)
     if mesh is None:
         raise ValueError(errors.no_mesh("vf.device_put"))
     tensors = [x if x is None or isinstance(x, Array) else torch.as_tensor(x) for x in leaves]
     placed = layouts_for(specs, unflatten(treedef, tensors), mesh, what="device_put", **sizes)
     out = [
-        None if x is None else _put(x, layout, mesh, str(spec), may_alias)
+        None if x is None else _put(x, layout, mesh, None if spec is None else str(spec), may_alias)
         for x, (layout, spec) in zip(tensors, placed, strict=True)
     ]
     return unflatten(treedef, out)
 
 
-def _put(x: torch.Tensor | Array, layout: Layout, mesh: Mesh, spec: str, may_alias: bool) -> Array:
+def _put(x: torch.Tensor | Array, layout: Layout, mesh: Mesh, spec: str | None, may_alias: bool) -> Array:
     if isinstance(x, torch.Tensor):
         return distribute(x, layout, mesh, spec)
     if x.mesh != mesh:
         return distribute(x.full(), layout, mesh, spec)
-    out = move(x, layout)
+    out = move_to(x, layout)
     shards = out.shards if out is not x or may_alias else [s.clone() for s in x.shards]
     return Array(out.type, shards, spec)
 
@@ -80,7 +80,7 @@ def local_put(tree: Any, specs: Any, mesh: Mesh, **sizes: int) -> Any:
     The global size of a dim is its local size times the number of processes along the axes that shard it. With one
     process this is device_put.
     """
-    paths, leaves, treedef = flatten_with_paths(tree)
+    leaves, treedef = flatten(tree)
     tensors = [torch.as_tensor(x) for x in leaves]
     if mesh.processes == 1:
         return device_put(unflatten(treedef, tensors), specs, mesh, **sizes)

@@ -11,6 +11,7 @@ import torch
 from vescale_fn import errors
 from vescale_fn.arguments import CallArguments, Signature, leaf_key, unwrap_static
 from vescale_fn.array import Array
+from vescale_fn.decompositions import ALWAYS
 from vescale_fn.continuation import OutputLeaf, continued
 from vescale_fn.lowering import Request
 from vescale_fn.sharding.graph import Var
@@ -53,13 +54,15 @@ def trace_call(signature: Signature, call: CallArguments) -> Staged:
         return results
 
     avals = [_aval(call.leaves[i]) for i in dynamic]
-    traced = trace_flat(flat_fn, avals, names=[call.paths[i] for i in dynamic], fn_name=signature.name)
+    traced = trace_flat(
+        flat_fn, avals, names=[call.paths[i] for i in dynamic], fn_name=signature.name, decompositions=ALWAYS
+    )
     return Staged(traced, dynamic, out["treedef"])
 
 
-def _aval(x: Any) -> Any:
+def _aval(x: Any) -> Aval | float:
     if isinstance(x, float):
-        return float
+        return x
     device = x.mesh.device_of(0) if isinstance(x, Array) else str(x.device)
     return Aval(tuple(x.shape), x.dtype, device)
 
