@@ -20,17 +20,21 @@ f64, i64, c128 = torch.float64, torch.int64, torch.complex128
 
 @dataclass(frozen=True)
 class T:
-    """A random tensor: normal for floats, integers in [low, high), and whether such integers are positive."""
+    """A random tensor: normal for floats, or within 0 and 1; integers in [low, high); bools that say whether such
+    integers are positive."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = f64
     low: int = -3
     high: int = 4
+    unit: bool = False
 
     def __repr__(self) -> str:
         return f"{'' if self.dtype is f64 else dtype_text(self.dtype)}{list(self.shape)}"
 
     def make(self, generator: torch.Generator) -> torch.Tensor:
+        if self.unit:
+            return torch.rand(self.shape, dtype=self.dtype, generator=generator)
         if self.dtype.is_floating_point or self.dtype.is_complex:
             return torch.randn(self.shape, dtype=self.dtype, generator=generator)
         whole = torch.randint(self.low, self.high, self.shape, generator=generator)
@@ -39,6 +43,9 @@ class T:
 
 def t(*shape: int, dtype: torch.dtype = f64, low: int = -3, high: int = 4) -> T:
     return T(shape, dtype, low, high)
+
+
+UNIT = T((4, 5), unit=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +139,10 @@ POINTWISE = [
     s(aten.leaky_relu_backward.default, t(4, 5), t(4, 5), 0.1, False),
     s(aten.elu_backward.default, t(4, 5), 1.0, 1.0, 1.0, False, t(4, 5)),
     s(aten.softplus_backward.default, t(4, 5), t(4, 5), 1.0, 20.0),
+    s(aten.hardshrink_backward.default, t(4, 5), t(4, 5), 0.5),
+    s(aten.softshrink_backward.default, t(4, 5), t(4, 5), 0.5),
+    s(aten.log_sigmoid_forward.default, t(4, 5)),
+    s(aten.log_sigmoid_backward.default, t(4, 5), t(4, 5), t(4, 5)),
     s(aten._prelu_kernel.default, t(4, 5), t(5)),
     s(aten._prelu_kernel_backward.default, t(4, 5), t(4, 5), t(4, 5)),
     s(aten.native_dropout_backward.default, t(4, 5), t(4, 5, dtype=torch.bool), 2.0),
@@ -251,6 +262,8 @@ VIEW = [
     s(aten.diagonal.default, t(4, 4, 4), 0, 0, 2),
     s(aten.diagonal_backward.default, t(4, 4), [4, 4, 4], 0, 0, 2),
     s(aten.unfold.default, t(4, 6), 1, 2, 2),
+    s(aten.diag_embed.default, t(4, 4), 1, 0, 2),
+    s(aten.unfold_backward.default, t(4, 5, 2, 3), [4, 6, 2], 1, 3, 1),
     s(aten.as_strided.default, t(4, 4), [2, 4], [4, 1]),
     s(aten.slice_scatter.default, t(4, 6), t(4, 4), 1, 1, 5),
     s(aten.slice_scatter.default, t(4, 6), t(4, 6), 1),
@@ -274,6 +287,23 @@ SHAPE = [
     s(aten.repeat.default, t(4, 6), [1, 3]),
     s(aten.repeat.default, t(4, 6), [2, 2, 1]),
     s(aten.tril.default, t(4, 4)),
+    s(aten.rot90.default, t(4, 4, 5), 1, [0, 1]),
+    *[s(aten.rot90.default, t(4, 5), k, [0, 1]) for k in (0, 2, 3)],
+    s(aten.glu.default, t(4, 6), -1),
+    s(aten.glu_backward.default, t(4, 3), t(4, 6), 1),
+    *[s(op, t(2, 4, 4), [1, 2]) for op in (aten.reflection_pad1d.default, aten.replication_pad1d.default)],
+    *[s(op, t(4, 4, 4), [1, 2, 0, 1]) for op in (aten.reflection_pad2d.default, aten.replication_pad2d.default)],
+    *[s(op, t(2, 3, 3, 3), [1] * 6) for op in (aten.reflection_pad3d.default, aten.replication_pad3d.default)],
+    s(aten.reflection_pad1d_backward.default, t(4, 7), t(4, 4), [1, 2]),
+    s(aten.replication_pad1d_backward.default, t(4, 7), t(4, 4), [1, 2]),
+    s(aten.reflection_pad2d_backward.default, t(4, 5, 7), t(4, 4, 4), [1, 2, 0, 1]),
+    s(aten.replication_pad2d_backward.default, t(4, 5, 7), t(4, 4, 4), [1, 2, 0, 1]),
+    s(aten.reflection_pad3d_backward.default, t(2, 5, 5, 5), t(2, 3, 3, 3), [1] * 6),
+    s(aten.replication_pad3d_backward.default, t(2, 5, 5, 5), t(2, 3, 3, 3), [1] * 6),
+    s(aten.pixel_shuffle.default, t(2, 12, 4, 3), 2),
+    s(aten.pixel_unshuffle.default, t(2, 3, 8, 6), 2),
+    s(aten.im2col.default, t(2, 4, 4, 4), [2, 2], [1, 1], [0, 0], [1, 1]),
+    s(aten.col2im.default, t(2, 16, 9), [4, 4], [2, 2], [1, 1], [0, 0], [1, 1]),
     s(aten.triu.default, t(2, 4, 6), 1),
 ]
 
@@ -338,7 +368,49 @@ def sample_from_schema(op: Any) -> Sample | None:
     return None
 
 
+_LOSSES = [
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.huber_loss.default,
+    aten.binary_cross_entropy_with_logits.default,
+    aten.soft_margin_loss.default,
+]
+_LOSSES_BACKWARD: list[tuple[Any, tuple[Any, ...]]] = [
+    (aten.mse_loss_backward.default, ()),
+    (aten.smooth_l1_loss_backward.default, (1.0,)),
+    (aten.huber_loss_backward.default, (1.0,)),
+    (aten.soft_margin_loss_backward.default, ()),
+]
+LOSS = [
+    *[s(op, t(4, 5), t(4, 5), reduction=r) for op in _LOSSES for r in (0, 1, 2)],
+    *[s(op, t(4, 5), t(4, 5), t(4, 5), 0, *rest) for op, rest in _LOSSES_BACKWARD],
+    *[s(op, t(), t(4, 5), t(4, 5), r, *rest) for op, rest in _LOSSES_BACKWARD for r in (1, 2)],
+    s(aten.binary_cross_entropy_with_logits.default, t(4, 5), t(4, 5), t(5), t(5), 2),
+    s(aten.binary_cross_entropy.default, UNIT, UNIT, None, 2),
+    s(aten.binary_cross_entropy.default, UNIT, UNIT, t(5), 0),
+    s(aten.binary_cross_entropy_backward.default, t(4, 5), UNIT, UNIT, t(4, 5), 0),
+    s(aten.binary_cross_entropy_backward.default, t(), UNIT, UNIT, None, 2),
+]
+
+LINALG = [
+    s(aten.linalg_cross.default, t(4, 3), t(4, 3)),
+    s(aten.linalg_cross.default, t(3, 4), t(3, 1), dim=0),
+    s(aten._linalg_det.default, t(4, 2, 2)),
+    s(aten._linalg_slogdet.default, t(4, 2, 2)),
+    s(aten.linalg_inv_ex.default, t(4, 2, 2)),
+    s(aten.linalg_cholesky_ex.default, t(4, 2, 2)),
+    s(aten.linalg_lu_factor_ex.default, t(4, 2, 2)),
+    s(aten.linalg_qr.default, t(4, 3, 2)),
+    s(aten._linalg_eigh.default, t(4, 2, 2)),
+    s(aten._linalg_svd.default, t(4, 3, 2)),
+    s(aten.linalg_solve_triangular.default, t(4, 2, 2), t(4, 2, 3), upper=True),
+    s(aten.linalg_solve_triangular.default, t(2, 2), t(4, 2), upper=True, left=False),
+    s(aten.cholesky_solve.default, t(4, 2, 3), t(4, 2, 2)),
+    s(aten._cdist_forward.default, t(4, 5, 2), t(4, 6, 2), 1.5, None),
+    s(aten._cdist_backward.default, t(4, 4), t(4, 2), t(4, 2), 2.0, t(4, 4, low=1)),
+]
+
 _GIVEN = {sample.op for sample in POINTWISE}
 FROM_SCHEMA = [sample_from_schema(op) for op in pointwise_ops() if op not in _GIVEN]
 
-SAMPLES = [*POINTWISE, *REDUCE, *MATMUL, *VIEW, *SHAPE, *FACTORY, *FFT]
+SAMPLES = [*POINTWISE, *REDUCE, *MATMUL, *VIEW, *SHAPE, *FACTORY, *FFT, *LOSS, *LINALG]

@@ -63,6 +63,8 @@ class LocalCall:
     out_shapes: tuple[tuple[int, ...], ...]
     owned: Mapping[str, tuple[int, int]]  # per letter, the start and stop of what this rank holds
     rule: Rule
+    case: Case
+    coord: tuple[int, ...]
 
     def named(self) -> dict[str, Any]:
         """Local arguments by name, defaults filled in."""
@@ -179,7 +181,7 @@ def run_case(eqn: Eqn, rule: Rule, case: Case, tensors: list[torch.Tensor], run:
         parts = iter([h[rank] for h in held])
         args, kwargs = map_vars((eqn.args, eqn.kwargs), lambda v, parts=parts: next(parts))
         shapes = tuple(_local_shape(r, owned) for r in rule.results)
-        outs.append(_results(run(LocalCall(eqn, args, kwargs, shapes, owned, rule))))
+        outs.append(_results(run(LocalCall(eqn, args, kwargs, shapes, owned, rule, case, coord))))
     return [_assemble(rule, case, i, [o[i] for o in outs], coords).reshape(v.shape) for i, v in enumerate(eqn.outs)]
 
 
@@ -381,9 +383,9 @@ def _extremum(call: LocalCall) -> Any:
     return torch.full(call.out_shapes[0], info.min if lowest else info.max, dtype=dtype)
 
 
-def _nothing_to_do(call: LocalCall) -> Any:
-    """For operations whose kernels refuse empty tensors."""
-    if call.args[0].numel():
+def _unless_empty(call: LocalCall) -> Any:
+    """For operations whose kernels refuse empty tensors, or get their shapes wrong."""
+    if math.prod(call.out_shapes[0]):
         return _plain(call)
     return torch.empty(call.out_shapes[0], dtype=call.eqn.outs[0].dtype)
 
@@ -397,6 +399,21 @@ def _cut_from_whole(call: LocalCall) -> Any:
     return whole
 
 
+REFUSE_EMPTY = [
+    aten._fft_c2c.default,
+    aten._fft_r2c.default,
+    aten._fft_c2r.default,
+    aten.reflection_pad1d.default,
+    aten.reflection_pad2d.default,
+    aten.reflection_pad3d.default,
+    aten.replication_pad1d.default,
+    aten.replication_pad2d.default,
+    aten.replication_pad3d.default,
+    aten.replication_pad3d_backward.default,
+    aten.pixel_unshuffle.default,
+    aten.im2col.default,
+    aten.col2im.default,
+]
 DEFAULT_HOOKS: Mapping[Any, Hook] = {
     **dict.fromkeys(
         [
@@ -422,10 +439,11 @@ DEFAULT_HOOKS: Mapping[Any, Hook] = {
     aten.slice_backward.default: _slice_backward,
     aten.select_backward.default: _with(input_sizes=_out_shape),
     aten.diagonal_backward.default: _with(input_sizes=_out_shape),
+    aten.unfold_backward.default: _with(input_sizes=_out_shape),
     aten.full.default: _with(size=_out_shape),
     aten.zeros.default: _with(size=_out_shape),
     aten.ones.default: _with(size=_out_shape),
-    **dict.fromkeys([aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default], _nothing_to_do),
+    **dict.fromkeys(REFUSE_EMPTY, _unless_empty),
     **dict.fromkeys([aten.amax.default, aten.amin.default, aten.max.default, aten.min.default], _extremum),
     **dict.fromkeys(
         [

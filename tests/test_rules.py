@@ -11,7 +11,7 @@ from rule_machine import Wrong, check, equation
 from rule_mutants import mutants
 
 from vescale_fn.sharding.graph import Eqn, Var
-from vescale_fn.sharding.rules import factory, fft, matmul, pointwise, reduce, rule_for, shape, view
+from vescale_fn.sharding.rules import factory, fft, linalg, loss, matmul, pointwise, reduce, rule_for, shape, view
 from vescale_fn.sharding.rules.registry import (
     RuleError,
     bound_args,
@@ -44,7 +44,7 @@ def test_every_sharding_a_rule_admits_gives_the_whole_result(sample: Sample) -> 
 
 
 def test_every_operation_with_a_rule_has_a_sample() -> None:
-    families = (pointwise, reduce, matmul, view, shape, factory, fft)
+    families = (pointwise, reduce, matmul, view, shape, factory, fft, linalg, loss)
     without = {op for family in families for op in family.ENTRIES} - {sample.op for sample in ALL}
     assert without == {aten.empty.memory_format}  # whose values are arbitrary
 
@@ -59,7 +59,8 @@ _SURVIVORS = [
         "Multiplied by what is never negative, maxima and minima pass too; the rule claims sums only.",
         "0 passes through",
         """masked_fill.Scalar threshold_backward hardtanh_backward hardsigmoid_backward leaky_relu_backward elu_backward
-        softplus_backward native_dropout_backward logit_backward deg2rad rad2deg ldexp.Tensor __lshift__.Tensor
+        softplus_backward hardshrink_backward softshrink_backward native_dropout_backward logit_backward deg2rad
+        rad2deg ldexp.Tensor __lshift__.Tensor
         __lshift__.Scalar bitwise_left_shift.Tensor bitwise_left_shift.Tensor_Scalar""",
     ),
     ("True but for integers that wrap.", "0 passes through", "_to_copy"),
@@ -76,6 +77,20 @@ _SURVIVORS = [
         "0",
         "special_xlog1py.other_scalar xlogy.Scalar_Other",
     ),
+    (
+        "Of the second operand only the shape is read.",
+        "linear in [0, 1]",
+        """reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward
+        replication_pad2d_backward replication_pad3d_backward""",
+    ),
+    ("Linear in the difference, too.", "linear in [1, 2]", "mse_loss_backward"),
+    ("For p = 2 linear in the difference, too.", "linear in [1, 2]", "_cdist_backward"),
+    (
+        "Linear in the weights of the elements, too.",
+        "linear in",
+        "binary_cross_entropy_with_logits binary_cross_entropy binary_cross_entropy_backward",
+    ),
+    ("These weights are multiplied by what is never negative.", "2 passes through", "binary_cross_entropy"),
     ("The first operand is overwritten.", "linear in [0, 1]", "copy fill.Tensor"),
     ("No elements, nothing to go wrong.", "", "view"),
     ("The first operand has no elements.", "linear in [1, 2]", "cat"),
@@ -260,7 +275,7 @@ def test_maxima_are_pending_as_maxima() -> None:
 
 
 def test_an_operation_without_a_rule_has_none() -> None:
-    assert rule_for(equation(s(aten.linalg_inv_ex.default, t(4, 4)))) is None
+    assert rule_for(equation(s(aten.bincount.default, t(4, dtype=torch.int64, low=0)))) is None
 
 
 def test_rules_of_the_user_come_first() -> None:

@@ -13,6 +13,8 @@ from vescale_fn.sharding.rules import (
     factory,
     fft,
     index,
+    linalg,
+    loss,
     matmul,
     norm,
     order,
@@ -24,7 +26,7 @@ from vescale_fn.sharding.rules import (
 from vescale_fn.sharding.rules.registry import Entry
 from vescale_fn.sharding.rules.rule import Rule
 
-FAMILIES = (pointwise, reduce, matmul, view, shape, factory, fft, norm, order, index, attention, conv)
+FAMILIES = (pointwise, reduce, matmul, view, shape, factory, fft, linalg, loss, norm, order, index, attention, conv)
 
 RULES: Mapping[Any, Entry] = MappingProxyType({op: entry for f in FAMILIES for op, entry in f.ENTRIES.items()})
 

@@ -57,6 +57,15 @@ def _copy_of(argument: str) -> Entry:
     return entry
 
 
+def _log_sigmoid(eqn: Eqn) -> Rule:
+    """The buffer that forward leaves for backward is empty on some devices."""
+    shape = eqn.outs[0].shape
+    left, right = (
+        ", ".join("..." if v.shape == shape else "!buffer" for v in tensors) for tensors in (eqn.operands, eqn.outs)
+    )
+    return parse_rule(f"{left} -> {right}", eqn, linear=[{"grad_output"}])
+
+
 _GRAD = _linear_in({"grad_output"})
 
 _SUMS = [aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.where.self]
@@ -100,6 +109,7 @@ _BACKWARD = [
     aten.leaky_relu_backward.default,
     aten.elu_backward.default,
     aten.softplus_backward.default,
+    aten.softshrink_backward.default,
     aten.native_dropout_backward.default,
     aten._prelu_kernel_backward.default,
 ]
@@ -124,6 +134,9 @@ ENTRIES: Mapping[Any, Entry] = {
     aten.masked_fill.Tensor: _linear_in({"self", "value"}),
     aten.fill.Scalar: elementwise,
     **dict.fromkeys(_COPIES, _copy_of("self")),
+    aten.hardshrink_backward.default: _linear_in({"grad_out"}),
+    aten.log_sigmoid_forward.default: _log_sigmoid,
+    aten.log_sigmoid_backward.default: _log_sigmoid,
     aten.copy.default: _copy_of("src"),
     aten.fill.Tensor: _copy_of("value"),
 }

@@ -103,11 +103,23 @@ def _reshape(eqn: Eqn) -> Rule:
 # --- one operand, dims moved or cut -------------------------------------------------------------------------------
 
 
-def _passing(build: Callable[[list[str], dict[str, Any], Eqn], str]) -> Entry:
-    """An entry for operations of one tensor: `build` gets a token per dim of it, the arguments and the equation."""
+Text = Callable[[list[str], dict[str, Any], Eqn], str]  # of a token per dim, the arguments and the equation
+
+
+def _passing(build: Text) -> Entry:
+    """An entry for an operation of one tensor through which every partial value passes."""
 
     def entry(eqn: Eqn) -> Rule:
         return parse_rule(build(letters(len(eqn.operands[0].shape)), bound_args(eqn), eqn), eqn, through=[0])
+
+    return entry
+
+
+def _summing(build: Text) -> Entry:
+    """An entry for an operation of one tensor that adds elements up: sums pass, maxima do not."""
+
+    def entry(eqn: Eqn) -> Rule:
+        return parse_rule(build(letters(len(eqn.operands[0].shape)), bound_args(eqn), eqn), eqn, linear=[{0}])
 
     return entry
 
@@ -196,6 +208,11 @@ def _unfold(x: list[str], args: dict[str, Any], eqn: Eqn) -> str:
     return arrow(replaced(x, d, f"!{x[d]}"), [*replaced(x, d, "!windows"), "!window"])
 
 
+def _unfold_backward(x: list[str], args: dict[str, Any], eqn: Eqn) -> str:
+    d = args["dim"] % len(eqn.outs[0].shape)
+    return arrow([*replaced(x, d, "!windows")[:-1], "!window"], replaced(x, d, "!new")[:-1])
+
+
 def _as_strided(x: list[str], args: dict[str, Any], eqn: Eqn) -> str:
     return arrow([f"!{a}" for a in x], [f"!new{d}" for d in range(len(eqn.outs[0].shape))])
 
@@ -255,6 +272,8 @@ ENTRIES: Mapping[Any, Entry] = {
     aten.diagonal.default: _passing(_diagonal),
     aten.diagonal_backward.default: _passing(_diagonal_backward),
     aten.unfold.default: _passing(_unfold),
+    aten.diag_embed.default: _passing(_diagonal_backward),
+    aten.unfold_backward.default: _summing(_unfold_backward),
     aten.as_strided.default: _passing(_as_strided),
     aten.slice_scatter.default: _slice_scatter,
     aten.select_scatter.default: _select_scatter,
