@@ -12,6 +12,7 @@ import torch
 from torch.func import grad_and_value
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import vescale_fn as vf
 from vescale_fn import fused, optim
 from vescale_fn.sharding.graph import Eqn, Var
 
@@ -249,3 +250,46 @@ def test_messages(act: Callable[[], Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError)) as e:
         act()
     assert str(e.value) == message
+
+
+def test_state_of_arrays_lives_where_the_parameters_do() -> None:
+    mesh = vf.make_mesh(dp=2, tp=3)
+    params = vf.device_put(
+        {"w": torch.ones(4, 6), "b": torch.ones(5), "none": None}, {"w": "a/dp b/tp", "b": "b~/tp", "none": None}, mesh
+    )
+    opt = optim.adamw(lr=0.1, amsgrad=True)
+    state = opt.init(params)
+    for moment in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+        assert state[moment]["w"].layout == params["w"].layout
+        assert state[moment]["b"].layout == params["b"].layout
+        assert state[moment]["none"] is None
+        assert not state[moment]["w"].full().any()
+    assert state["step"].layout.is_whole
+
+
+@pytest.mark.parametrize("opt", [optim.adamw(lr=0.1), optim.sgd(lr=0.1, momentum=0.9)], ids=str)
+def test_steps_on_arrays_are_those_on_tensors(opt: optim.Optimizer) -> None:
+    mesh = vf.make_mesh(dp=2, tp=2)
+    whole = {k: v for k, v in params_of(0, torch.float64).items() if k in "ad"}
+    specs = {"a": "a~/dp b", "d": "x/dp y z/tp"}
+    placed, state, expected = vf.device_put(whole, specs, mesh), opt.init(whole), whole
+    sharded_state = opt.init(placed)
+    for i in range(3):
+        grads = {k: v for k, v in params_of(i + 1, torch.float64).items() if k in "ad"}
+        expected, state = opt.step(grads, state, expected)
+        placed, sharded_state = opt.step(vf.device_put(grads, specs, mesh), sharded_state, placed)
+    for k, p in expected.items():
+        assert placed[k].layout == vf.device_put(whole, specs, mesh)[k].layout
+        torch.testing.assert_close(placed[k].full(), p, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_clipping_arrays(norm_type: float) -> None:
+    mesh = vf.make_mesh(dp=2, tp=2)
+    whole = {k: v for k, v in params_of(0, torch.float64).items() if k in "ad"}
+    specs = {"a": "a~/dp b", "d": "x/(dp tp) y z"}
+    expected, norm = optim.clip_by_global_norm(whole, 0.5, norm_type)
+    clipped, found = optim.clip_by_global_norm(vf.device_put(whole, specs, mesh), 0.5, norm_type)
+    torch.testing.assert_close(found.full(), norm, rtol=1e-12, atol=0)
+    for k, g in expected.items():
+        torch.testing.assert_close(clipped[k].full(), g, rtol=1e-12, atol=1e-14)

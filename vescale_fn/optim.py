@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_fn.array import Array
 from vescale_fn.fused import UPDATES
+from vescale_fn.pjit import pjit
 from vescale_fn.tree import flatten, flatten_with_paths, unflatten
 
 Tree = Any
@@ -139,15 +141,23 @@ def _optimizer(
 
     def init(params: Tree) -> dict[str, Tree]:
         leaves, tree = flatten(params)
+        if _any_array(leaves):  # as a pjit: moments are born where their parameters live, no rank holds a whole one
+            places = unflatten(tree, [None if p is None else p.sharding for p in leaves])
+            jitted = pjit(init, out_shardings={"step": "", **dict.fromkeys(moments, places)})
+            state: dict[str, Tree] = jitted(params)
+            return state
         _check_params(name, params)
         device = next((p.device for p in leaves if p is not None), None)
-        state: dict[str, Tree] = {"step": torch.zeros((), dtype=torch.float32, device=device)}
+        state = {"step": torch.zeros((), dtype=torch.float32, device=device)}
         for m in moments:
             state[m] = unflatten(tree, [None if p is None else torch.zeros_like(p) for p in leaves])
         return state
 
     def step(grads: Tree, state: dict[str, Tree], params: Tree) -> tuple[Tree, dict[str, Tree]]:
         leaves, tree = flatten(params)
+        if _any_array(leaves):  # called outside a pjit-ted step
+            result: tuple[Tree, dict[str, Tree]] = jitted_step(grads, state, params)
+            return result
         columns = [leaves, *(tree.flatten_up_to(state[m]) for m in moments)]  # what is updated
         given = tree.flatten_up_to(grads)
         _check_grads(name, params, given)
@@ -164,7 +174,12 @@ def _optimizer(
         new_params, *new_moments = (unflatten(tree, c) for c in columns)
         return new_params, {"step": count, **dict(zip(moments, new_moments))}
 
+    jitted_step = pjit(step)
     return Optimizer(name, init, step)
+
+
+def _any_array(leaves: Sequence[Any]) -> bool:
+    return any(isinstance(x, Array) for x in leaves)
 
 
 # ---- learning rates
@@ -227,7 +242,7 @@ def _global_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     if norm_type == math.inf:
         return torch.stack([g.abs().amax() for g in wide if g.numel()]).amax()
     # Sums of squares, not norms of norms: pending sums of shards meet in one reduction of a scalar.
-    return torch.stack([g.abs().square().sum() for g in wide]).sum().sqrt()
+    return torch.stack([(g.abs() if g.is_complex() else g).square().sum() for g in wide]).sum().sqrt()
 
 
 # ---- trees and checks
