@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch.distributed.tensor.placement_types import Partial as PartialPlacement
 from torch.distributed.tensor.placement_types import Placement, Replicate, _StridedShard
@@ -78,7 +77,7 @@ def from_placements(placements: Sequence[Placement], shape: Sequence[int], mesh:
 def _state(layout: Layout, axis: str, placement: Placement) -> State:
     if isinstance(placement, Replicate):
         return WHOLE
-    if isinstance(placement, PartialPlacement):
+    if type(placement) is PartialPlacement:  # its subclasses pend in other ways
         match placement.reduce_op:
             case "sum" | "max" | "min" as kind:
                 return Partial(kind)
@@ -89,9 +88,9 @@ def _state(layout: Layout, axis: str, placement: Placement) -> State:
     factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
     pre, n = factor, layout.mesh[axis]
     for taken, size in ((s.pre, layout.mesh[a]) for a, s in layout.shards(dim)):
-        if taken <= pre:
+        if pre % taken == 0:
             pre *= size
-        elif taken < pre * n:
+        elif taken % (pre * n):
             raise ValueError(
                 f"Axis '{axis}': {placement!r} cuts across the shards of earlier axes, which no layout says."
             )
@@ -104,14 +103,11 @@ def _with_uneven(layout: Layout) -> Layout:
         shards = layout.shards(dim)
         if not shards or size % (shards[-1][1].pre * layout.mesh[shards[-1][0]]) == 0:
             continue
-        pre = 1
-        for axis, state in shards:
-            if state.pre != pre or layout.mesh.names.index(axis) < layout.mesh.names.index(shards[0][0]):
-                raise ValueError(
-                    f"Axis '{axis}': strided shards of a dim of size {size} are not equal, which no layout says."
-                )
-            pre *= layout.mesh[axis]
-            layout = layout.with_state(axis, Shard(dim, state.pre, size))
+        axes = [a for a, _ in shards]
+        nested = [math.prod(layout.mesh[a] for a in axes[:i]) for i in range(len(axes))]
+        if [s.pre for _, s in shards] != nested or axes != sorted(axes, key=layout.mesh.names.index):
+            raise ValueError(f"Dim {dim} of size {size} has strided shards that are not equal, which no layout says.")
+        layout = layout.with_states({a: Shard(dim, s.pre, size) for a, s in shards})
     return layout
 
 
@@ -154,6 +150,3 @@ def from_partition_spec(
 
 def _refuse(layout: Layout, i: int, reason: str) -> ValueError:
     return ValueError(f"Axis '{layout.mesh.names[i]}' of {layout}: {reason}.")
-
-
-__all__: list[Any] = ["from_partition_spec", "from_placements", "to_partition_spec", "to_placements"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 MeshKind = Literal["virtual", "torchdist", "abstract"]
@@ -118,6 +118,21 @@ class Mesh:
         if self.devices:
             return self.devices[rank % len(self.devices)]
         return self.device
+
+    def at(self, **fixed: int) -> Mesh:
+        """The sub-mesh of the ranks with these coordinates; it has the other axes. Not over several processes.
+
+        >>> Mesh(MeshShape(("pp", "tp"), (2, 4)), devices=("cpu:0", "cpu:1")).at(pp=1).shape
+        MeshShape(names=('tp',), sizes=(4,))
+        """
+        for axis, c in fixed.items():
+            if axis not in self.shape or not 0 <= c < self.shape[axis]:
+                raise ValueError(f"Mesh.at: there is no {axis}={c} on the mesh {self}.")
+        if self.processes > 1:
+            raise ValueError(f"Mesh.at: the mesh {self} lies over {self.processes} processes, and has no sub-meshes.")
+        rest = tuple(a for a in self.shape.names if a not in fixed)
+        devices = tuple(self.device_of(r) for r in self.shape.group(fixed, rest)) if self.devices else ()
+        return replace(self, shape=MeshShape(rest, tuple(self.shape[a] for a in rest)), devices=devices)
 
     def __str__(self) -> str:
         return str(self.shape)

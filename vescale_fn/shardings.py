@@ -24,6 +24,7 @@ class NamedSharding:
     Two are equal when they say the same of every shape: names of dims, and whole dims at the end, do not matter.
 
     >>> from vescale_fn.mesh import make_mesh
+    >>> from vescale_fn.sharding.forms import P
     >>> mesh = make_mesh(dp=2, tp=2)
     >>> NamedSharding(mesh, "b/dp t").shard_shape((8, 3)), NamedSharding(mesh, "b/dp t") == NamedSharding(mesh, P("dp"))
     ((4, 3), True)
@@ -118,8 +119,8 @@ class Rules:
         lost = [p for p, spec in zip(paths, found) if spec is None]
         if lost:
             raise ValueError(
-                f"rules: no rule matches {_five(lost)}. Add rules for them, or end with '*': '...', which keeps the rest "
-                "whole."
+                f"rules: no rule matches {_five(lost)}. Add rules for them, or end with '*': '...', which keeps the "
+                "rest whole."
             )
         return [s for s in found if s is not None]
 

@@ -6,10 +6,12 @@ same order from here and from `torch.utils._pytree`. A leaf's path is dotted: `p
 """
 
 from __future__ import annotations
+import __future__
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, dataclass_transform, overload
+from typing import Annotated, Any, TypeVar, dataclass_transform, get_args, get_origin
 
 import optree
 import torch.utils._cxx_pytree  # sets up the namespace "torch" of optree: its nodes, and the order of dict keys
@@ -18,7 +20,7 @@ import torch.utils._pytree
 from vescale_fn.errors import one_line
 
 _OPTIONS: Mapping[str, Any] = {"none_is_leaf": True, "namespace": "torch"}
-C = TypeVar("C", bound=type)
+C = TypeVar("C")
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
@@ -69,7 +71,7 @@ def _items(tree: Any) -> list[tuple[str, Any]]:
 
 def _step(entry: Any) -> str:
     """One step of a path: a key, an index, or the name of a field."""
-    if dataclasses.is_dataclass(entry.type) and isinstance(entry.entry, int):
+    if isinstance(entry, optree.DataclassEntry) and isinstance(entry.entry, int):
         return _children_fields(entry.type)[entry.entry]
     if isinstance(entry, optree.NamedTupleEntry):
         return str(entry.field)
@@ -79,22 +81,18 @@ def _step(entry: Any) -> str:
 # ---- dataclasses as nodes
 
 
+def _fields(cls: Any) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(cls)
+
+
 def _children_fields(cls: type) -> list[str]:
     """Names of the fields that are subtrees; fields with metadata {"static": True} belong to the treedef."""
-    return [f.name for f in dataclasses.fields(cls) if not f.metadata.get("static")]
-
-
-@overload
-def pytree(cls: C, /) -> C: ...
-
-
-@overload
-def pytree(*, frozen: bool = True) -> Callable[[C], C]: ...
+    return [f.name for f in _fields(cls) if not f.metadata.get("static")]
 
 
 @dataclass_transform(frozen_default=True)
-def pytree(cls: Any = None, /, *, frozen: bool = True) -> Any:
-    """Make a class a dataclass, if it is none, and a node of pytrees, here and in torch.
+def pytree(cls: type[C]) -> type[C]:
+    """Make a class a frozen dataclass, if it is no dataclass yet, and a node of pytrees, here and in torch.
 
     Fields are subtrees, except those with metadata {"static": True}, which must be hashable. An annotation may be a
     spec string, see `specs_of`. Unflattening does not call __init__.
@@ -106,12 +104,10 @@ def pytree(cls: Any = None, /, *, frozen: bool = True) -> Any:
     >>> flatten_with_paths([Block(1, 2)])[:2]
     (['0.w', '0.b'], [1, 2])
     """
-    if cls is None:
-        return lambda c: pytree(c, frozen=frozen)
     if "__dataclass_fields__" not in cls.__dict__:
-        cls = dataclasses.dataclass(frozen=frozen)(cls)
+        cls = dataclasses.dataclass(frozen=True)(cls)
     names = _children_fields(cls)
-    static = [f.name for f in dataclasses.fields(cls) if f.metadata.get("static")]
+    static = [f.name for f in _fields(cls) if f.metadata.get("static")]
 
     def take_apart(x: Any) -> tuple[list[Any], tuple[Any, ...]]:
         return [getattr(x, n) for n in names], tuple(getattr(x, n) for n in static)
@@ -132,12 +128,74 @@ def pytree(cls: Any = None, /, *, frozen: bool = True) -> Any:
     return cls
 
 
-def _instance(cls: type, values: Mapping[str, Any]) -> Any:
+def _instance(cls: type[Any], values: Mapping[str, Any]) -> Any:
     """An instance with these fields, made without __init__: leaves may be anything, not only what __init__ accepts."""
-    x = object.__new__(cls)
+    x: Any = object.__new__(cls)
     for name, value in values.items():
         object.__setattr__(x, name, value)
     return x
+
+
+def specs_of(tree: Any) -> Any:
+    """The specs that a tree's dataclasses, or one dataclass, state in the annotations of their fields.
+
+    An annotation is a spec when it is a string that names no type (`w: "d f/tp"`), or is `Annotated[Tensor, "d f/tp"]`.
+    Gives a prefix tree of specs, with None where nothing is stated. Raises TypeError for a class with a field that
+    holds several nodes, such as `list[Block]`: only a tree knows how many.
+
+    >>> @pytree
+    ... class Block:
+    ...     w: "d f/tp"
+    ...     b: Annotated[Any, "f/tp"]
+    >>> specs_of({"blocks": [Block(1, 2)], "step": 0})
+    {'blocks': [Block(w='d f/tp', b='f/tp')], 'step': None}
+    """
+    if isinstance(tree, type):
+        return _instance(tree, {f.name: _spec_of_field(tree, f) for f in _fields(tree)})
+    if is_leaf(tree):
+        return None
+    if dataclasses.is_dataclass(tree):
+        stated = {f.name: _stated_spec(type(tree), f) for f in _fields(tree)}
+        found = {
+            n: specs_of(getattr(tree, n)) if stated[n] is None else stated[n] for n in _children_fields(type(tree))
+        }
+        return _instance(type(tree), {**vars(tree), **found})
+    _, treedef = optree.tree_flatten(tree, is_leaf=lambda x: x is not tree, **_OPTIONS)
+    return unflatten(treedef, [specs_of(c) for c in children(tree)])
+
+
+def _spec_of_field(cls: type, f: dataclasses.Field[Any]) -> Any:
+    """The spec that a field states, or the specs of the dataclass that it holds."""
+    spec = _stated_spec(cls, f)
+    kind = _evaluated(cls, f.type)
+    if spec is not None or f.metadata.get("static"):
+        return spec
+    if any(dataclasses.is_dataclass(a) for a in get_args(kind)):
+        raise TypeError(f"specs_of: {cls.__name__}.{f.name} holds several nodes; pass a tree instead of the class.")
+    return specs_of(kind) if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
+
+
+def _stated_spec(cls: type, f: dataclasses.Field[Any]) -> str | None:
+    """The spec in the annotation of a field."""
+    kind = _evaluated(cls, f.type)
+    if get_origin(kind) is Annotated:
+        return next((a for a in get_args(kind)[1:] if isinstance(a, str)), None)
+    return kind if isinstance(kind, str) else None
+
+
+def _evaluated(cls: type, annotation: Any) -> Any:
+    """The type that an annotation names, or the spec that it is, as a string.
+
+    With `from __future__ import annotations` every annotation is a string, and specs are quoted once more.
+    """
+    names = vars(sys.modules[cls.__module__])
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        kind = eval(annotation, dict(names))
+    except Exception:  # no Python expression, so no type, unless its names are out of reach
+        return Any if names.get("annotations") is __future__.annotations else annotation
+    return kind if kind is None or isinstance(kind, (type, str)) or get_origin(kind) else annotation
 
 
 # ---- prefix trees
