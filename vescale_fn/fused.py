@@ -84,7 +84,9 @@ def written(args: Sequence[Any]) -> list[Any]:
     return list(chain(lists[0], *lists[2:]))
 
 
-def _functional(in_place: Callable[..., Tensors]) -> Callable[..., Tensors]:
+def functional(in_place: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    """The function that leaves its operands alone and returns what `in_place` would have written."""
+
     def update(params: Tensors, grads: Tensors, *rest: Any, **settings: Any) -> Tensors:
         copies = [[t.clone() for t in a] if isinstance(a, (list, tuple)) else a for a in rest]
         return in_place([p.clone() for p in params], grads, *copies, **settings)
@@ -118,7 +120,7 @@ for _name, (_schema, _in_place) in _ALGORITHMS.items():
     for _overload, _lr in (("", "float"), (".tensor_lr", "Tensor")):
         _full = f"fused_{_name}{_overload}"
         _LIBRARY.define(_full + _schema.format(lr=_lr))
-        _LIBRARY.impl(_full, _functional(_in_place), "CompositeExplicitAutograd")
+        _LIBRARY.impl(_full, functional(_in_place), "CompositeExplicitAutograd")
         torch.library.register_fake(f"vescale_fn::{_full}", _fake, lib=_LIBRARY)
     UPDATES[_name] = getattr(torch.ops.vescale_fn, f"fused_{_name}")
     IN_PLACE |= {UPDATES[_name].default: _in_place, UPDATES[_name].tensor_lr: _in_place}
