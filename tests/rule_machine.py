@@ -46,6 +46,11 @@ class Case:
     sizes: tuple[int, ...]
     choices: tuple[Choice, ...]
 
+    @property
+    def coords(self) -> list[tuple[int, ...]]:
+        """Coordinates of the ranks, in rank order."""
+        return list(product(*map(range, self.sizes)))
+
     def axes_of(self, letter: str) -> list[int]:
         return [i for i, c in enumerate(self.choices) if c.letter == letter]
 
@@ -72,6 +77,8 @@ class LocalCall:
 
 
 Hook = Callable[[LocalCall], Any]  # runs the operation for one rank
+Runner = Callable[[Eqn, Rule, Case, list[list[torch.Tensor]]], list[list[torch.Tensor]]]
+"""Runs an equation on all ranks: operands [rank][slot] to results [rank][result]."""
 
 
 class Wrong(AssertionError):
@@ -81,24 +88,21 @@ class Wrong(AssertionError):
 # --- the space of shardings -------------------------------------------------------------------------------------
 
 
-def check(
-    sample: Sample, rule: Rule, hooks: Mapping[Any, Hook] | None = None, meshes: Sequence[tuple[int, ...]] = ()
-) -> int:
+def check(sample: Sample, rule: Rule, runner: Runner | None = None, meshes: Sequence[tuple[int, ...]] = ()) -> int:
     """Run every case that `rule` admits on `sample`; the number of cases. Raises Wrong at the first that fails.
 
-    `hooks`: how an operation runs on one rank where its arguments must change. Letters of `rule.masked` are tried
-    only where there is a hook.
+    `runner`: how all ranks run the operation. The one given here by default calls it on each rank, with arguments
+    changed by the hooks below; operations that need a mask have no hook, and their `masked` letters are not tried.
     """
-    hooks = DEFAULT_HOOKS if hooks is None else hooks
     args, kwargs = sample.tensors()
-    eqn = equation(sample)
+    eqn, tensors = equation(sample), _flat_tensors(args, kwargs)
     want = _results(sample.op(*args, **kwargs))
-    run = hooks.get(sample.op, _plain)
+    masked = runner is not None or sample.op in HOOKS
     n = 0
-    for case in cases(eqn, rule, sample.op in hooks, meshes or ONE_AXIS + TWO_AXES):
+    for case in cases(eqn, rule, masked, meshes or ONE_AXIS + TWO_AXES):
         n += 1
         try:
-            got = run_case(eqn, rule, case, _flat_tensors(args, kwargs), run)
+            got = run_case(eqn, rule, case, tensors, runner or by_hooks)
         except Exception as error:
             raise Wrong(f"{_title(eqn, rule)} fails with {case}: {error}") from error
         for i, (a, b) in enumerate(zip(got, want, strict=True)):
@@ -136,18 +140,18 @@ def _admitted(rule: Rule, case: Case) -> bool:
         dims = [d for t in (*rule.operands, *rule.results) for d in t if letter in d]
         if rule.sizes[letter] % ranks and any(d[0] != letter for d in dims):
             return False
-    kinds = {_kind(rule, c) for c in case.choices if any(_is_partial(rule, c, r) for r in rule.results)}
+    kinds = {kind_of(rule, c) for c in case.choices if any(is_pending(rule, c, r) for r in rule.results)}
     return len(kinds) < 2
 
 
-def _is_partial(rule: Rule, choice: Choice, result: Dims) -> bool:
+def is_pending(rule: Rule, choice: Choice, result: Dims) -> bool:
     """Whether `result` is pending along an axis with this choice."""
     if not choice.letter:
         return True
     return not _has(result, choice.letter) and any(_has(t, choice.letter) for t in rule.operands)
 
 
-def _kind(rule: Rule, choice: Choice) -> Kind:
+def kind_of(rule: Rule, choice: Choice) -> Kind:
     """How results are pending along an axis with this choice, if they are."""
     return rule.reduces.get(choice.letter, "sum") if choice.letter else choice.kind
 
@@ -164,25 +168,30 @@ def equation(sample: Sample) -> Eqn:
     args, kwargs = sample.tensors()
     outs = _results(sample.op(*args, **kwargs))
 
-    def var(t: torch.Tensor) -> Var:
-        return Var("x", tuple(t.shape), t.dtype)
+    def var(t: torch.Tensor | None) -> Var:
+        return Var("x", (), type(None)) if t is None else Var("x", tuple(t.shape), t.dtype)
 
     return Eqn(sample.op, _map_tensors(args, var), _map_tensors(kwargs, var), tuple(map(var, outs)))
 
 
-def run_case(eqn: Eqn, rule: Rule, case: Case, tensors: list[torch.Tensor], run: Hook) -> list[torch.Tensor]:
+def run_case(eqn: Eqn, rule: Rule, case: Case, tensors: list[torch.Tensor], runner: Runner) -> list[torch.Tensor]:
     """Distribute the tensors, run on every rank, put the results together."""
     generator = torch.Generator().manual_seed(0)
-    coords = list(product(*map(range, case.sizes)))
-    held = [_distribute(rule, case, slot, t, coords, generator) for slot, t in enumerate(tensors)]
-    outs: list[list[torch.Tensor]] = []
-    for rank, coord in enumerate(coords):
+    held = [_distribute(rule, case, slot, t, generator) for slot, t in enumerate(tensors)]
+    outs = runner(eqn, rule, case, [[h[rank] for h in held] for rank, _ in enumerate(case.coords)])
+    return [_assemble(rule, case, i, [o[i] for o in outs]).reshape(v.shape) for i, v in enumerate(eqn.outs)]
+
+
+def by_hooks(eqn: Eqn, rule: Rule, case: Case, held: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """The operation itself on each rank, or its hook."""
+    outs = []
+    for coord, tensors in zip(case.coords, held):
         owned = {x: _owned(rule, case, x, coord) for x in rule.sizes}
-        parts = iter([h[rank] for h in held])
+        parts = iter(tensors)
         args, kwargs = map_vars((eqn.args, eqn.kwargs), lambda v, parts=parts: next(parts))
         shapes = tuple(_local_shape(r, owned) for r in rule.results)
-        outs.append(_results(run(LocalCall(eqn, args, kwargs, shapes, owned, rule, case, coord))))
-    return [_assemble(rule, case, i, [o[i] for o in outs], coords).reshape(v.shape) for i, v in enumerate(eqn.outs)]
+        outs.append(_results(HOOKS.get(eqn.op, _plain)(LocalCall(eqn, args, kwargs, shapes, owned, rule))))
+    return outs
 
 
 def _owned(rule: Rule, case: Case, letter: str, coord: Sequence[int]) -> tuple[int, int]:
@@ -209,13 +218,13 @@ def _distribute(
     whole = dict.fromkeys(coords, t)
     for axis, choice in enumerate(case.choices):
         if slot in choice.partial:
-            split = {c[:axis]: _split(whole[c], case.sizes[axis], choice.kind, generator) for c in coords}
-            whole = {c: split[c[:axis]][c[axis]] for c in coords}
+            split = {c[:axis]: _split(x, case.sizes[axis], choice.kind, generator) for c, x in whole.items()}
+            whole = {c: split[c[:axis]][c[axis]] for c in whole}
     dims = rule.operands[slot]
     parts = []
-    for c in coords:
+    for c, full in whole.items():
         owned = {x: _owned(rule, case, x, c) for x in _factors(dims)}
-        x = whole[c].reshape([rule.sizes[f] for f in _factors(dims)])
+        x = full.reshape([rule.sizes[f] for f in _factors(dims)])
         for i, f in enumerate(_factors(dims)):
             x = x.narrow(i, owned[f][0], owned[f][1] - owned[f][0])
         parts.append(x.reshape(_local_shape(dims, owned)).contiguous())
@@ -241,15 +250,13 @@ def _noise(t: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.randint(-5, 6, t.shape, generator=generator).to(t.dtype)
 
 
-def _assemble(
-    rule: Rule, case: Case, result: int, parts: list[torch.Tensor], coords: list[tuple[int, ...]]
-) -> torch.Tensor:
+def _assemble(rule: Rule, case: Case, result: int, parts: list[torch.Tensor]) -> torch.Tensor:
     """The whole of a result: minor axes first, each sharded factor is concatenated, each partial value reduced, and
     what should be whole is compared."""
     dims = rule.results[result]
     factors = _factors(dims)
     held = {}
-    for c, part in zip(coords, parts):
+    for c, part in zip(case.coords, parts):
         owned = {x: _owned(rule, case, x, c) for x in factors}
         if tuple(part.shape) != _local_shape(dims, owned):
             raise Wrong(f"result {result} has local shape {list(part.shape)}, not {list(_local_shape(dims, owned))}")
@@ -262,8 +269,8 @@ def _assemble(
         if choice.letter in factors:
             at = factors.index(choice.letter)
             held = {c: torch.cat(line, at) for c, line in lines.items()}
-        elif _is_partial(rule, choice, dims):
-            held = {c: _reduce(line, _kind(rule, choice)) for c, line in lines.items()}
+        elif is_pending(rule, choice, dims):
+            held = {c: _reduce(line, kind_of(rule, choice)) for c, line in lines.items()}
         else:
             if not all(_same(line[0], other) for line in lines.values() for other in line):
                 raise Wrong(f"result {result} should be the same on all ranks")
@@ -283,7 +290,9 @@ def _reduce(parts: list[torch.Tensor], kind: Kind) -> torch.Tensor:
 # --- small things -------------------------------------------------------------------------------------------------
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.dtype.is_floating_point or a.dtype.is_complex:
@@ -414,7 +423,7 @@ REFUSE_EMPTY = [
     aten.im2col.default,
     aten.col2im.default,
 ]
-DEFAULT_HOOKS: Mapping[Any, Hook] = {
+HOOKS: Mapping[Any, Hook] = {
     **dict.fromkeys(
         [
             aten.view.default,

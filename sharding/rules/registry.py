@@ -112,6 +112,7 @@ def _adds(eqn: Eqn, group: frozenset[int]) -> bool:
     return all(
         out.dtype is not torch.bool and (is_inexact(out.dtype) or not any(is_inexact(i) for i in ins))
         for out in eqn.outs
+        if out.is_tensor
     )
 
 

@@ -61,8 +61,9 @@ def _convolution(ctx: Context, named: dict[str, Any]) -> dict[str, Any]:
     return change
 
 
-def _input_size(ctx: Context, named: dict[str, Any]) -> dict[str, Any]:
-    return {"input_size": ctx.local_shape(ctx.outs[0])}
+def _result_shape(name: str) -> Change:
+    """The argument `name` is the shape of the result."""
+    return lambda ctx, named: {name: ctx.local_shape(ctx.outs[0])}
 
 
 _REFUSE_EMPTY = [
@@ -90,6 +91,16 @@ _REFUSE_EMPTY = [
     aten.avg_pool3d_backward.default,
     aten.upsample_nearest2d.default,
     aten.upsample_bilinear2d.default,
+    aten.reflection_pad1d.default,
+    aten.reflection_pad2d.default,
+    aten.reflection_pad3d.default,
+    aten.replication_pad1d.default,
+    aten.replication_pad2d.default,
+    aten.replication_pad3d.default,
+    aten.replication_pad3d_backward.default,
+    aten.pixel_unshuffle.default,
+    aten.im2col.default,
+    aten.col2im.default,
     aten._fft_c2c.default,
     aten._fft_r2c.default,
     aten._fft_c2r.default,
@@ -101,6 +112,7 @@ HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys([aten.amin.default, aten.min.default], _kernel(fill="highest")),
     **dict.fromkeys([aten.native_group_norm.default, aten.native_group_norm_backward.default], _kernel(_group_norm)),
     **dict.fromkeys([aten.convolution.default, aten.convolution_backward.default], _kernel(_convolution)),
-    aten.upsample_nearest2d_backward.default: _kernel(_input_size),
-    aten.upsample_bilinear2d_backward.default: _kernel(_input_size),
+    aten.upsample_nearest2d_backward.default: _kernel(_result_shape("input_size")),
+    aten.upsample_bilinear2d_backward.default: _kernel(_result_shape("input_size")),
+    aten.unfold_backward.default: _kernel(_result_shape("input_sizes")),
 }
