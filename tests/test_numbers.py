@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from gpt import FSDP, MEGATRON, Sizes, init, make_step, on_mesh
-from optree import tree_leaves
+from vescale_fn.tree import flatten
 
 import vescale_fn as vf
 
@@ -19,6 +20,11 @@ def rows(s: Sizes, mesh: Any, table: dict[str, str], batch: str = "b s", **optio
     return list(vf.pjit(make_step(s, **options), donate_argnums=0).lower(*args).collectives)
 
 
+def numel(r: Any) -> int:
+    """Elements of the operand on one rank."""
+    return math.prod(r.shape)
+
+
 def kinds(rs: list[Any]) -> Counter[str]:
     return Counter(r.kind for r in rs)
 
@@ -27,10 +33,10 @@ def test_data_parallel_reduces_each_gradient_once() -> None:
     s = Sizes()
     rs = rows(s, vf.make_mesh(dp=4), {"*": "..."}, "b/dp s")
     assert set(kinds(rs)) == {"all_reduce"}
-    parameters = sum(p.numel() for p in tree_leaves(init(s)))
-    elements = sum(r.numel for r in rs)
+    parameters = sum(p.numel() for p in flatten(init(s))[0])
+    elements = sum(numel(r) for r in rs)
     assert parameters <= elements <= parameters + 4  # the loss is a sum and a count
-    assert sum(r.numel > 1 for r in rs) == 1  # one bucket
+    assert sum(numel(r) > 1 for r in rs) == 1  # one bucket
 
 
 def test_megatron_has_two_all_reduces_a_layer_each_way() -> None:
@@ -38,23 +44,23 @@ def test_megatron_has_two_all_reduces_a_layer_each_way() -> None:
         s = Sizes(layers=layers)
         rs = rows(s, vf.make_mesh(tp=4), MEGATRON)
         assert set(kinds(rs)) == {"all_reduce"}
-        big = [r for r in rs if r.numel == s.batch * s.seq * s.width]
+        big = [r for r in rs if numel(r) == s.batch * s.seq * s.width]
         assert Counter(r.phase for r in big) == {"forward": 2 * layers + 1, "backward": 2 * layers + 1}
-        assert all(r.numel <= s.batch * s.seq for r in rs if r not in big)
+        assert all(numel(r) <= s.batch * s.seq for r in rs if r not in big)
 
 
 @pytest.mark.parametrize("change", [{"fused": True}, {"tied": True}])
 def test_variants_cost_no_more(change: dict[str, bool]) -> None:
     mesh = vf.make_mesh(tp=4)
-    plain, other = (sum(r.bytes for r in rows(s, mesh, MEGATRON)) for s in (Sizes(), Sizes(**change)))
+    plain, other = (sum(r.total for r in rows(s, mesh, MEGATRON)) for s in (Sizes(), Sizes(**change)))
     assert other <= plain
 
 
 def test_fsdp_gathers_parameters_and_scatters_gradients() -> None:
     s = Sizes()
     rs = rows(s, vf.make_mesh(dp=4), FSDP, "b/dp s")
-    n = len(tree_leaves(init(s)))
-    counts = kinds([r for r in rs if r.numel > 4])
+    n = len(flatten(init(s))[0])
+    counts = kinds([r for r in rs if numel(r) > 4])
     assert set(counts) == {"all_gather", "reduce_scatter"}
     assert counts["all_gather"] == n
     assert sum(r.operands for r in rs if r.kind == "reduce_scatter") == n
@@ -65,8 +71,8 @@ def test_data_times_tensor_parallel_is_the_product() -> None:
     rs = rows(s, vf.make_mesh(dp=2, tp=2), MEGATRON, "b/dp s")
     assert set(kinds(rs)) == {"all_reduce"}
     local = s.batch // 2 * s.seq * s.width
-    assert sum(r.numel == local and r.axes == ("tp",) for r in rs) == 2 * (2 * s.layers + 1)
-    gradients = [r for r in rs if r.axes == ("dp",) and r.numel > 4]
+    assert sum(numel(r) == local and r.axes == ("tp",) for r in rs) == 2 * (2 * s.layers + 1)
+    gradients = [r for r in rs if r.axes == ("dp",) and numel(r) > 4]
     assert len(gradients) == 1
 
 
@@ -74,7 +80,7 @@ def test_sequence_parallel_pairs_gathers_with_scatters() -> None:
     s = Sizes()
     mesh = vf.make_mesh(tp=4)
     rs = rows(s, mesh, MEGATRON, between=lambda h: vf.reshard(h, "b s/tp d"))
-    big = [r for r in rs if r.numel >= s.batch * s.seq * s.width // 4]
+    big = [r for r in rs if numel(r) >= s.batch * s.seq * s.width // 4]
     assert set(kinds(big)) == {"all_gather", "reduce_scatter"}
 
 
@@ -86,7 +92,7 @@ def test_step_equals_single_device() -> None:
     want, loss = step(*_plain(s))
     got, value = vf.pjit(step)(state, x, y)
     assert abs(float(value) - float(loss)) < 1e-12
-    for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True):
+    for a, b in zip(flatten(got)[0], flatten(want)[0], strict=True):
         torch.testing.assert_close(a.full(), b, rtol=1e-9, atol=1e-10)
 
 
