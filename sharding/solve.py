@@ -19,6 +19,7 @@ from vescale_fn.sharding.intent import Seeds, strategies_within
 from vescale_fn.sharding.layout import Layout, Ragged, Shard, State
 from vescale_fn.sharding.mesh import MeshShape
 from vescale_fn.sharding.plan import Plan
+from vescale_fn.sharding.plan_file import equations
 from vescale_fn.sharding.problem import Node, Problem, RuleFor, build
 from vescale_fn.sharding.report import messages
 from vescale_fn.sharding.work import heavy_seconds, is_heavy, is_view, light_seconds
@@ -134,6 +135,7 @@ class _Solver:
             tuple(None if node is None else self.layouts(node)[0] for node in self.problem.outputs),
             letters,
             messages(self.problem, self.solved),
+            dict(self.roles),
             tuple(self.solved.values()),
         )
 
@@ -152,16 +154,6 @@ class _Solver:
             return {}
         found = ((axis, problem.chosen(choice, node).letter) for axis, (problem, choice) in self.solved.items())
         return {axis: letter for axis, letter in found if letter}
-
-
-def equations(graph: Graph) -> list[Eqn]:
-    """Every equation, those of sub-programs included."""
-    out = []
-    for e in graph.eqns:
-        out.append(e)
-        body = getattr(e.op, "body", None)
-        out += equations(body) if isinstance(body, Graph) else []
-    return out
 
 
 def choose(problem: AxisProblem) -> dict[Node, int]:
