@@ -6,7 +6,7 @@ the equations whose fused kernel would force a gather of something the user shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +14,15 @@ import torch
 
 from vescale_fn.decompositions import ON_INTENT
 from vescale_fn.fx_graph import graph_of_fx
-from vescale_fn.intent import Seed, blocked
 from vescale_fn.primitives import RESHARD, constraint_layout
+from vescale_fn.sharding.blocked import blocked
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, map_vars
+from vescale_fn.sharding.layout import Layout
 from vescale_fn.sharding.mesh import MeshShape
-from vescale_fn.sharding.rules.rule import Rule
+from vescale_fn.sharding.problem import RuleFor, build
 
 if TYPE_CHECKING:
     from vescale_fn.lowering import Request
-
-_DATA, _STATE, _CONSTRAINT = range(3)
 
 
 def decompose_eqn(eqn: Eqn, decomposition: Callable[..., Any], device: str = "cpu") -> Graph | None:
@@ -100,11 +99,14 @@ def splice(graph: Graph, replacements: Mapping[Eqn, Graph]) -> Graph:
     return replace(graph, eqns=tuple(eqns), outputs=tuple(map_vars(list(graph.outputs), rename)))
 
 
-def on_intent(graph: Graph, request: Request, rule_for: Callable[[Eqn], Rule | None]) -> Graph:
+def on_intent(graph: Graph, request: Request, rule_for: RuleFor) -> Graph:
     """`graph` with the equations decomposed whose rule wants a dim whole that the user's layouts shard."""
     mesh = request.mesh.shape
+    inputs = {v: x for v, x in zip(graph.inputs, request.inputs) if x is not None}
+    roles = dict(zip(graph.inputs, request.roles))
     while True:
-        found = blocked(graph, mesh, list(_seeds(graph, request)), rule_for, ON_INTENT.keys())
+        problem = build(graph, inputs, request.outputs, _constraints(graph, mesh), rule_for, {})
+        found = blocked(problem, mesh, roles, ON_INTENT.keys())
         graphs = {e: decompose_eqn(e, ON_INTENT[e.op]) for e in found}
         replacements = {e: g for e, g in graphs.items() if g is not None}
         if not replacements:
@@ -112,21 +114,12 @@ def on_intent(graph: Graph, request: Request, rule_for: Callable[[Eqn], Rule | N
         graph = splice(graph, replacements)
 
 
-def _seeds(graph: Graph, request: Request) -> Iterator[Seed]:
-    """What the user sharded, in order of precedence: data, then state and outputs, then constraints."""
-    for v, layout, role in zip(graph.inputs, request.inputs, request.roles):
-        if layout is not None:
-            yield Seed(v, layout, _DATA if role == "data" else _STATE)
-    for out, layout in zip(graph.outputs, request.outputs):
-        if layout is not None and isinstance(out, Var):
-            yield Seed(out, layout, _STATE)
-    yield from _constraints(graph, request.mesh.shape)
-
-
-def _constraints(graph: Graph, mesh: MeshShape) -> Iterator[Seed]:
+def _constraints(graph: Graph, mesh: MeshShape) -> dict[Eqn, Layout]:
+    """The layouts that equations of `reshard` ask for, sub-programs included."""
+    out: dict[Eqn, Layout] = {}
     for e in graph.eqns:
         if isinstance(e.op, (Scan, Call)):
-            yield from _constraints(e.op.body, mesh)
+            out |= _constraints(e.op.body, mesh)
         elif e.op is RESHARD:
-            layout = constraint_layout(e, mesh)
-            yield from (Seed(v, layout, _CONSTRAINT) for v in (*e.operands, *e.outs))
+            out[e] = constraint_layout(e, mesh)
+    return out

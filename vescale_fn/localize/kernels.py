@@ -30,7 +30,7 @@ def _kernel(change: Change | None = None, fill: str = "zero") -> Handler:
             named |= change(ctx, named)
             declared = [a.name for a in ctx.eqn.op._schema.arguments if not a.kwarg_only]
             args, kwargs = tuple(named.pop(n) for n in declared), named
-        if all(x.is_even for x in (*ctx.ins, *ctx.outs)):
+        if all(x is None or x.is_even for x in (*ctx.ins, *ctx.outs)):
             return ctx.emit(ctx.eqn.op, args, kwargs)
         shapes = [ctx.local_shape(x) if v.is_tensor else None for x, v in zip(ctx.outs, ctx.eqn.outs)]
         dtypes = [v.dtype if v.is_tensor else None for v in ctx.eqn.outs]
