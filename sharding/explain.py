@@ -32,14 +32,13 @@ def explain(plan: Plan, value: str | Var) -> str:
 def find(plan: Plan, path: str) -> Var:
     """The value that a path or name means: an input before other values, a whole name before the end of one."""
     name = re.sub(r"\W+", "_", path).strip("_")
-    pools = (plan.graph.inputs, tuple(plan.values))
     found: list[Var] = []
-    for pool in pools:
-        for same in (lambda v: v.name == name, lambda v: v.name.endswith(f"_{name}")):
-            found = found or [v for v in pool if v in plan.values and same(v)]
+    for pool in (plan.graph.inputs, tuple(plan.values)):
+        here = [v for v in pool if v in plan.values]
+        found = found or [v for v in here if v.name == name] or [v for v in here if v.name.endswith(f"_{name}")]
     if len(found) == 1:
         return found[0]
-    close = [v.name for v in (found or pools[0])][:5]
+    close = [v.name for v in (found or plan.graph.inputs)][:5]
     what = "Several values match" if found else "No value is called"
     raise KeyError(f"{what} {path!r}. There are: {', '.join(close) or 'none'}.")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -18,8 +18,8 @@ from vescale_fn.sharding.mesh import MeshShape
 from vescale_fn.sharding.plan import Plan
 
 VERSION = 1
-_STATES: dict[str, type[State]] = {"whole": Whole, "partial": Partial, "shard": Shard, "ragged": Ragged}
-_NAMES = {kind: name for name, kind in _STATES.items()}
+_STATES: dict[str, Callable[..., State]] = {"whole": Whole, "partial": Partial, "shard": Shard, "ragged": Ragged}
+_NAMES: dict[Any, str] = {kind: name for name, kind in _STATES.items()}
 
 
 class PlanFileError(ValueError):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from vescale_fn.sharding.choice import AxisProblem, Choice
-from vescale_fn.sharding.graph import Source, Var, op_name
+from vescale_fn.sharding.graph import Var, op_name
 from vescale_fn.sharding.layout import WHOLE, Shard
 from vescale_fn.sharding.problem import Node, Problem
-from vescale_fn.sharding.work import is_heavy
+from vescale_fn.sharding.work import is_heavy, is_view
 
 Solved = Mapping[str, tuple[AxisProblem, Choice]]
 
@@ -22,28 +22,38 @@ def messages(problem: Problem, solved: Solved) -> tuple[str, ...]:
 
 
 def _gathers(p: AxisProblem, choice: Choice, axis: str) -> Iterator[str]:
-    for node in p.problem.nodes:
-        if node.layout is None or not isinstance(node.layout[axis], Shard):
+    for v, given in _as_given(p, axis).items():
+        state = p.made(choice, v)
+        if not isinstance(state, Shard) or (state, WHOLE) not in p.conversions(choice, v):
             continue
-        for v in node.results:
-            if (node.layout[axis], WHOLE) not in p.conversions(choice, v):
-                continue
-            user = next(u for u, i in p.problem.users[v] if p.chosen(choice, u).operands[i] == WHOLE)
-            yield f"{v} is gathered along {axis}: {_reason(p, user)}."
+        user = next((u for u, i in p.problem.users[v] if p.chosen(choice, u).operands[i] == WHOLE), None)
+        if user is not None:
+            yield f"{given} is gathered along {axis}: {_reason(p, choice, user)}."
 
 
-def _reason(p: AxisProblem, user: Node) -> str:
+def _as_given(p: AxisProblem, axis: str) -> dict[Var, Var]:
+    """Inputs that the user sharded on an axis, and views of them: value -> the input that it shows."""
+    out: dict[Var, Var] = {}
+    for node in p.problem.nodes:
+        if node.layout is not None and not node.operands and isinstance(node.layout[axis], Shard):
+            out.update((v, v) for v in node.results)
+        elif node.operands and node.operands[0] in out and node.eqn is not None and is_view(node.eqn):
+            out.update((v, out[node.operands[0]]) for v in node.results)
+    return out
+
+
+def _reason(p: AxisProblem, choice: Choice, user: Node) -> str:
     if user.eqn is None:
         return "the step returns it whole"
-    where = f"{op_name(user.eqn.op)} at {user.eqn.source}"
     if user.layout is not None:
         return f"the constraint at {user.eqn.source} asks for it whole"
+    where = f"{op_name(user.eqn.op)} at {user.eqn.source}"
     if user.rule is None:
         return f"{where} has no rule"
-    others = [s for s in p.strategies[user] if s.letter]
-    if not others:
-        return f"{where} cannot work on parts of it"
-    return f"{where} needs it whole, which costs less than {others[0]}"
+    if p.chosen(choice, user).letter:
+        return f"{where} works on parts of its other operands"
+    other = next((s for s in p.strategies[user] if s.letter), None)
+    return f"{where} cannot work on parts of it" if other is None else f"for {where} that is cheaper than {other}"
 
 
 def _repeated(p: AxisProblem, choice: Choice, axis: str) -> Iterator[str]:
@@ -67,9 +77,3 @@ def _without_rule(problem: Problem, solved: Solved) -> Iterator[str]:
                 f"{op_name(node.eqn.op)} at {node.eqn.source} has no rule: every rank does all of it. State one with "
                 f'vescale_fn.register_rule(op, "b !d -> b !d").'
             )
-
-
-def where(v: Var, problem: Problem) -> Source:
-    """The line that makes a value."""
-    node = problem.makers[v][0]
-    return node.eqn.source if node.eqn else Source()

@@ -104,11 +104,12 @@ class _Solver:
         return check
 
     def work(self, node: Node, strategies: Sequence[Strategy], n: int) -> list[float]:
-        """Seconds of each strategy of a node, all its runs together."""
+        """Seconds of each strategy of a node, all its runs together. Inputs and outputs count as if they were copied:
+        where nothing else decides, a rank holds less rather than more."""
         eqn, rule = node.eqn, node.rule
-        if eqn is None or not node.is_operation or is_view(eqn):
+        if eqn is not None and (not node.is_operation or is_view(eqn)):
             return [0.0] * len(strategies)
-        if rule is not None and is_heavy(eqn):
+        if eqn is not None and rule is not None and is_heavy(eqn):
             share = self.share.get(node, 1.0)
             return [node.times * heavy_seconds(rule, share, s, n) for s in strategies]
         return [node.times * light_seconds(node.values, self.nbytes, s, n) for s in strategies]
