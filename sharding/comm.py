@@ -8,9 +8,9 @@ major position make the local `pre` smaller.)
 Pieces of different size have pre == 1 and lie one after the other in the order of the ranks. With `uneven`, the
 global size of the dim's leading factor, each axis in turn cuts what the axes before it left, like torch.chunk: 5 over
 ("x", "y") of sizes (2, 2) is [2, 1, 1, 1]. Axes major to these that have cut the factor and stay have cut it first, so
-its local size may differ between groups. With `units`, piece i has units[i] of sum(units) equal parts. In any case a
-piece is what the layout of the part says (`Layout.local_size`). A dim may be cut by other axes too; then that
-piece of the dim is meant.
+its local size may differ between groups. With `units`, piece i has units[i] of sum(units) equal parts; then `flat`, if
+any, gives the sizes of the dims from `dim` on that are one dim in the pieces: merged before a cut, restored after a
+gather. In any case a piece is as large as the layout of the part says (`Layout.local_size`).
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class AllGather:
-    """(pre, rest) of each rank -> (pre, n, rest) on all. `units`: ragged pieces, in units of the dim."""
+    """(pre, rest) of each rank -> (pre, n, rest) on all."""
 
     axes: tuple[str, ...]
     dim: int
     pre: int = 1
     uneven: int = 0
     units: tuple[int, ...] = ()
+    flat: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class ReduceScatter:
     kind: Kind = "sum"
     uneven: int = 0
     units: tuple[int, ...] = ()
+    flat: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Exchange:
     every third of three, or other units. A block is a product of runs per dim (`Layout.intervals`), and what goes from
     one rank to another is the intersection of two blocks, dim by dim (`common_runs`), possibly empty. `axes` are those
     that shard `src` and have another state in `dst`, so each index comes from exactly one rank of the group; with no
-    axes every rank cuts its block out of its own.
+    axes every rank cuts its block out of its own. Both layouts are over the same dims, those of the local tensors.
     """
 
     axes: tuple[str, ...]
@@ -106,6 +108,7 @@ class Slice:
     pre: int = 1
     uneven: int = 0
     units: tuple[int, ...] = ()
+    flat: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

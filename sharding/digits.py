@@ -20,12 +20,25 @@ class Position:
     pre: int = 1
     uneven: int = 0
     units: tuple[int, ...] = ()
+    flat: tuple[int, ...] = ()
+
+
+def flattened(layout: Layout) -> Layout:
+    """`layout` over the dims of the local tensors: every group of dims that a Ragged state merges is one dim."""
+    while layout.flat is not layout:
+        layout = layout.flat
+    return layout
 
 
 def dim_of(layout: Layout, axis: str) -> int:
     """The dim that `axis` cuts, -1 if none."""
     state = layout[axis]
     return state.dim if isinstance(state, (Shard, Ragged)) else -1
+
+
+def local_dim(layout: Layout, axis: str) -> int:
+    """The dim of the local tensors that `axis` cuts, -1 if none."""
+    return dim_of(flattened(layout), axis)
 
 
 def nest(layout: Layout, dim: int) -> tuple[str, ...]:
@@ -43,14 +56,25 @@ def exists(layout: Layout) -> bool:
     >>> [exists(Layout.of(m, (12,), {"x": Shard(0, p), "y": Shard(0, 2)})) for p in (1, 2, 3, 4)]
     [True, False, False, False]
     """
-    return len({kind for _, kind in layout.partial}) <= 1 and all(_dim_exists(layout, d) for d in range(layout.ndim))
+    flat = flattened(layout)
+    return (
+        len({kind for _, kind in layout.partial}) <= 1
+        and all(_alone(layout, s) for s in layout.states if isinstance(s, Ragged))
+        and all(_dim_exists(flat, d) for d in range(flat.ndim))
+    )
+
+
+def _alone(layout: Layout, state: Ragged) -> bool:
+    """No other axis cuts the dims of a ragged state."""
+    dims = range(state.dim, max(state.dim, state.last) + 1)
+    return sum(isinstance(s, (Shard, Ragged)) and s.dim in dims for s in layout.states) == 1
 
 
 def _dim_exists(layout: Layout, dim: int) -> bool:
     shards, inside = layout.shards(dim), nest(layout, dim)
-    ragged = [s for s in layout.states if isinstance(s, Ragged) and s.dim == dim]
-    if ragged:
-        return len(ragged) == 1 and not shards and layout.shape[dim] % max(sum(ragged[0].units), 1) == 0
+    units = [sum(s.units) for s in layout.states if isinstance(s, Ragged) and s.dim == dim]
+    if units:
+        return layout.shape[dim] % max(*units, 1) == 0
     lead, end = max((s.uneven for _, s in shards), default=0), 1
     for axis, state in shards[: len(inside)]:
         divides = lead % (end * layout.mesh[axis]) == 0
@@ -80,7 +104,7 @@ def position(layout: Layout, axes: Sequence[str]) -> Position | None:
     if dim < 0 or any(dim_of(layout, a) != dim for a in axes):
         return None
     if isinstance(state, Ragged):
-        return Position(units=state.units)
+        return Position(units=state.units, flat=layout.shape[dim : state.last + 1] if state.last > dim else ())
     inside, shards = nest(layout, dim), layout.shards(dim)
     if inside and axes[0] in inside:
         return Position(uneven=max(s.uneven for _, s in shards)) if inside[-len(axes) :] == tuple(axes) else None

@@ -2,13 +2,16 @@
 
 `plan` searches the layouts in between. Cheapest is, in this order: fewest irregular exchanges, fewest elements sent,
 fewest collectives, fewest steps. No layout in between holds more on a rank than source or target, whichever holds
-more, so nothing is gathered that need not be.
+more, so nothing is gathered that need not be (but ragged cuts that merge different dims go through the whole).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple
 from functools import lru_cache
 from itertools import combinations, count, permutations
 
@@ -24,7 +27,19 @@ from vescale_fn.sharding.comm import (
     ToPartial,
 )
 from vescale_fn.sharding.cost import sent
-from vescale_fn.sharding.digits import Position, dim_of, exists, minor, nest, position, refill, slots, within_dim
+from vescale_fn.sharding.digits import (
+    Position,
+    dim_of,
+    exists,
+    flattened,
+    local_dim,
+    minor,
+    nest,
+    position,
+    refill,
+    slots,
+    within_dim,
+)
 from vescale_fn.sharding.layout import WHOLE, Kind, Layout, Partial, Shard, Whole
 
 
@@ -51,19 +66,25 @@ def plan(src: Layout, dst: Layout) -> tuple[Step, ...]:
                 "Change one of the states."
             )
     limit = max(src.max_local_numel, dst.max_local_numel)
-    return _cheapest(src, dst, lambda layout: layout.max_local_numel <= limit)
+    steps = _cheapest(src, dst, limit)
+    if steps is None:  # dims merged differently: only the whole tensor is regular in both
+        steps = _cheapest(src, dst, math.prod(src.shape))
+    assert steps is not None
+    return steps
 
 
 Cost = tuple[int, float, int, int]  # irregular exchanges, elements sent, collectives, steps
+_NEVER: Cost = (sys.maxsize, 0.0, 0, 0)
 
 
-def _cheapest(src: Layout, dst: Layout, fits: Callable[[Layout], bool]) -> tuple[Step, ...]:
-    """Dijkstra's search; equal costs keep the order in which `_moves` lists them."""
+def _cheapest(src: Layout, dst: Layout, limit: int) -> tuple[Step, ...] | None:
+    """Dijkstra's search among layouts of which a rank holds at most `limit` elements; equal costs keep the order in
+    which `_moves` lists them."""
     order = count()
     queue: list[tuple[Cost, int, Layout, tuple[Step, ...]]] = [((0, 0.0, 0, 0), next(order), src, ())]
     done: set[Layout] = set()
-    best: dict[Layout, Cost] = {}
-    while True:
+    best = {src: (0, 0.0, 0, 0)}
+    while queue:
         cost, _, at, steps = heapq.heappop(queue)
         if at == dst:
             return steps
@@ -71,10 +92,11 @@ def _cheapest(src: Layout, dst: Layout, fits: Callable[[Layout], bool]) -> tuple
             continue
         done.add(at)
         for step in _moves(at, dst):
-            total = _add(cost, step)
-            if step.layout not in done and fits(step.layout) and (step.layout not in best or total < best[step.layout]):
-                best[step.layout] = total
-                heapq.heappush(queue, (total, next(order), step.layout, (*steps, step)))
+            total, after = _add(cost, step), step.layout
+            if after.max_local_numel <= limit and total < best.get(after, _NEVER):
+                best[after] = total
+                heapq.heappush(queue, (total, next(order), after, (*steps, step)))
+    return None
 
 
 def _add(cost: Cost, step: Step) -> Cost:
@@ -106,15 +128,15 @@ Found = Iterator[Step]
 def _slice(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
     if all(isinstance(at[a], Whole) for a in axes):
         for after, order, where in _landings(at, dst, axes):
-            yield Step(Slice(order, dim_of(after, order[0]), where.pre, where.uneven, where.units), after)
+            yield Step(Slice(order, local_dim(after, order[0]), *astuple(where)), after)
 
 
 def _reduce_scatter(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
     kind = _kind(at, axes)
     if kind:
         for after, order, where in _landings(at, dst, axes):
-            dim = dim_of(after, order[0])
-            yield Step(ReduceScatter(order, dim, where.pre, kind, where.uneven, where.units), after)
+            pre, *cut = astuple(where)
+            yield Step(ReduceScatter(order, local_dim(after, order[0]), pre, kind, *cut), after)
 
 
 def _all_reduce(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
@@ -127,7 +149,7 @@ def _all_gather(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
     order = _by_digit(at, axes)
     where, after = position(at, order), at.with_states(dict.fromkeys(axes, WHOLE))
     if where and exists(after):
-        yield Step(AllGather(order, dim_of(at, order[0]), where.pre, where.uneven, where.units), after)
+        yield Step(AllGather(order, local_dim(at, order[0]), *astuple(where)), after)
 
 
 def _to_partial(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
@@ -141,7 +163,7 @@ def _all_to_all(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
     if not all(isinstance(at[a], Shard) for a in axes):
         return
     for after, order, split in _landings(at, dst, axes):
-        source, target = dim_of(at, order[0]), dim_of(after, order[0])
+        source, target = local_dim(at, order[0]), local_dim(after, order[0])
         concat = position(at, order)
         if source == target:
             split, concat = within_dim(at, after, order) or (split, None)
@@ -176,11 +198,19 @@ def _reorder(at: Layout, axes: Sequence[str]) -> Found:
 
 
 def _exchange(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
-    """All that remains, where nothing is pending."""
-    after = at.with_states({a: WHOLE if isinstance(dst[a], Partial) else dst[a] for a in axes})
-    if after != at and not _pending(at, axes):
-        senders = tuple(a for a in axes if at[a] != after[a] and not isinstance(at[a], Whole))
-        yield Step(Exchange(senders, at, after), after)
+    """All that remains, where nothing is pending; what becomes partial or merges dims becomes whole first."""
+    if _pending(at, axes):
+        return
+    have = flattened(at)
+    whole = {a: WHOLE for a in axes if isinstance(dst[a], Partial)}
+    merging = {a: WHOLE for a in axes if flattened(at.with_state(a, dst[a])).shape != have.shape}
+    for exceptions in (whole, whole | merging):
+        after = at.with_states({a: dst[a] for a in axes} | exceptions)
+        want = flattened(after)
+        if after != at and have.shape == want.shape:
+            senders = tuple(a for a in axes if at[a] != after[a] and not isinstance(at[a], Whole))
+            yield Step(Exchange(senders, have, want), after)
+            return
 
 
 def _landings(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Iterator[tuple[Layout, tuple[str, ...], Position]]:

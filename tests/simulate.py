@@ -65,10 +65,15 @@ def block(layout: Layout, coords: Coords) -> tuple[Array, ...]:
     return np.ix_(*(held(layout, d, coords) for d in range(layout.ndim)))
 
 
+def merged(layout: Layout) -> Layout:
+    """The layout over the dims of the local tensors: those that a ragged state merges are one."""
+    return layout if layout.flat is layout else merged(layout.flat)
+
+
 def distribute(x: Array, layout: Layout, seed: int = 0) -> list[Array]:
     """The parts of `x`; along partial axes numbers that reduce to it, exact for integers."""
-    rng, mesh = np.random.default_rng(seed), layout.mesh
-    whole = [x] * mesh.size
+    rng, mesh, layout = np.random.default_rng(seed), layout.mesh, merged(layout)
+    whole = [x.reshape(layout.shape)] * mesh.size
     for axis, state in zip(mesh.names, layout.states):
         if isinstance(state, Partial):
             for group in mesh.groups((axis,)):
@@ -87,7 +92,7 @@ def _terms(x: Array, kind: Kind, n: int, rng: np.random.Generator) -> list[Array
 
 def assemble(parts: Sequence[Array], layout: Layout) -> Array:
     """The global array; fails unless every part has the right shape and replicas agree."""
-    mesh = layout.mesh
+    mesh, shape, layout = layout.mesh, layout.shape, merged(layout)
     for axis, kind in layout.partial:
         parts = simulate(c.AllReduce((axis,), kind), parts, mesh, layout)
     out = np.zeros(layout.shape, parts[0].dtype)
@@ -99,7 +104,7 @@ def assemble(parts: Sequence[Array], layout: Layout) -> Array:
                 out[at] = part
             else:
                 assert np.array_equal(part, out[at]), f"{coords}: another value in {layout}"
-    return out
+    return out.reshape(shape)
 
 
 def run(steps: Iterable[c.Step], parts: Sequence[Array], mesh: MeshShape) -> list[Array]:
@@ -109,7 +114,7 @@ def run(steps: Iterable[c.Step], parts: Sequence[Array], mesh: MeshShape) -> lis
 
 def simulate(comm: c.Comm, parts: Sequence[Array], mesh: MeshShape, after: Layout) -> list[Array]:
     """One collective; `after` is the layout of its result."""
-    out = list(parts)
+    out, after = list(parts), merged(after)
     for group in mesh.groups(comm.axes):
         coords = [mesh.coords(r) for r in group]
         for rank, result in zip(group, _in_group(comm, [parts[r] for r in group], coords, after), strict=True):
@@ -122,10 +127,11 @@ def _in_group(comm: c.Comm, xs: list[Array], coords: list[Coords], after: Layout
     match comm:
         case c.AllReduce(_, kind):
             return [reduce(REDUCE[kind], xs)] * n
-        case c.AllGather(_, dim, pre):
-            return [_join(xs, dim, pre)] * n
+        case c.AllGather(_, dim, pre, flat=flat):
+            whole = _join(xs, dim, pre)
+            return [whole.reshape(*whole.shape[:dim], *flat, *whole.shape[dim + 1 :]) if flat else whole] * n
         case c.ReduceScatter(_, dim, pre, kind):
-            return _split(reduce(REDUCE[kind], xs), dim, pre, coords, after)
+            return _split(_merged(reduce(REDUCE[kind], xs), dim, comm.flat), dim, pre, coords, after)
         case c.AllToAll(_, split_dim, concat_dim, split_pre, concat_pre):
             equal = split_dim == concat_dim
             sent = [_split(x, split_dim, split_pre, coords, None if equal else after) for x in xs]
@@ -134,7 +140,7 @@ def _in_group(comm: c.Comm, xs: list[Array], coords: list[Coords], after: Layout
             where = {_read(k, src, after.mesh): x for k, x in zip(coords, xs)}
             return [where[_read(k, dst, after.mesh)] for k in coords]
         case c.Slice(_, dim, pre):
-            return [_split(x, dim, pre, coords, after)[i] for i, x in enumerate(xs)]
+            return [_split(_merged(x, dim, comm.flat), dim, pre, coords, after)[i] for i, x in enumerate(xs)]
         case c.ToPartial(_, kind):
             return [xs[0], *(np.full_like(x, identity(kind, x.dtype)) for x in xs[1:])]
         case c.Exchange(_, src, dst):
@@ -144,6 +150,10 @@ def _in_group(comm: c.Comm, xs: list[Array], coords: list[Coords], after: Layout
 def _read(coords: Coords, axes: tuple[str, ...], mesh: MeshShape) -> int:
     """The coordinates along `axes` read as one number, major to minor."""
     return reduce(lambda k, a: k * mesh[a] + coords[a], axes, 0)
+
+
+def _merged(x: Array, dim: int, flat: tuple[int, ...]) -> Array:
+    return x.reshape(*x.shape[:dim], int(np.prod(flat)), *x.shape[dim + len(flat) :]) if flat else x
 
 
 def _split(x: Array, dim: int, pre: int, coords: list[Coords], after: Layout | None) -> list[Array]:
