@@ -68,8 +68,6 @@ class LocalCall:
     out_shapes: tuple[tuple[int, ...], ...]
     owned: Mapping[str, tuple[int, int]]  # per letter, the start and stop of what this rank holds
     rule: Rule
-    case: Case
-    coord: tuple[int, ...]
 
     def named(self) -> dict[str, Any]:
         """Local arguments by name, defaults filled in."""
@@ -174,12 +172,15 @@ def equation(sample: Sample) -> Eqn:
     return Eqn(sample.op, _map_tensors(args, var), _map_tensors(kwargs, var), tuple(map(var, outs)))
 
 
-def run_case(eqn: Eqn, rule: Rule, case: Case, tensors: list[torch.Tensor], runner: Runner) -> list[torch.Tensor]:
+def run_case(eqn: Eqn, rule: Rule, case: Case, tensors: list[torch.Tensor], runner: Runner) -> list[Any]:
     """Distribute the tensors, run on every rank, put the results together."""
     generator = torch.Generator().manual_seed(0)
     held = [_distribute(rule, case, slot, t, generator) for slot, t in enumerate(tensors)]
     outs = runner(eqn, rule, case, [[h[rank] for h in held] for rank, _ in enumerate(case.coords)])
-    return [_assemble(rule, case, i, [o[i] for o in outs]).reshape(v.shape) for i, v in enumerate(eqn.outs)]
+    return [
+        _assemble(rule, case, i, [o[i] for o in outs]).reshape(v.shape) if v.is_tensor else None
+        for i, v in enumerate(eqn.outs)
+    ]
 
 
 def by_hooks(eqn: Eqn, rule: Rule, case: Case, held: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
@@ -211,11 +212,9 @@ def _factors(dims: Dims) -> list[str]:
     return [x for d in dims for x in d]
 
 
-def _distribute(
-    rule: Rule, case: Case, slot: int, t: torch.Tensor, coords: list[tuple[int, ...]], generator: torch.Generator
-) -> list[torch.Tensor]:
+def _distribute(rule: Rule, case: Case, slot: int, t: torch.Tensor, generator: torch.Generator) -> list[torch.Tensor]:
     """What each rank holds of operand `slot`."""
-    whole = dict.fromkeys(coords, t)
+    whole = dict.fromkeys(case.coords, t)
     for axis, choice in enumerate(case.choices):
         if slot in choice.partial:
             split = {c[:axis]: _split(x, case.sizes[axis], choice.kind, generator) for c, x in whole.items()}

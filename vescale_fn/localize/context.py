@@ -20,7 +20,7 @@ from vescale_fn.sharding.comm import (
     ToPartial,
 )
 from vescale_fn.sharding.graph import Eqn, Source, Var
-from vescale_fn.sharding.layout import Layout
+from vescale_fn.sharding.layout import Layout, Ragged
 from vescale_fn.sharding.reshard import plan as plan_reshard
 from vescale_fn.sharding.rules.rule import Rule
 
@@ -121,7 +121,8 @@ Handler = Callable[[Context, tuple[Any, ...], dict[str, Any]], tuple[Var, ...]]
 
 
 def local_dim(layout: Layout, dim: int) -> int | LocalDim:
-    """The local extent of a dim: an int when every rank holds the same, whatever its coordinates."""
-    if layout.is_even:
-        return layout.max_local_shape[dim]
-    return LocalDim(layout, dim)
+    """The local extent of a dim: an int when every rank holds as much of it, whatever its coordinates."""
+    even = layout.is_even or not (
+        any(isinstance(s, Ragged) for s in layout.states) or any(s.uneven for _, s in layout.shards(dim))
+    )
+    return layout.max_local_shape[dim] if even else LocalDim(layout, dim)

@@ -11,6 +11,7 @@ import torch
 
 from vescale_fn.localize.context import Context, Handler, local_dim
 from vescale_fn.sharding.graph import Var
+from vescale_fn.sharding.layout import Layout
 from vescale_fn.sharding.rules.registry import bound_args
 
 aten = torch.ops.aten
@@ -31,8 +32,34 @@ def _split(ctx: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     return ctx.emit(aten.split_with_sizes.default, (args[0], sizes, dim))
 
 
+def _slice(ctx: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Var, ...]:
+    (x,), (out,), named = ctx.ins, ctx.outs, bound_args(ctx.eqn)
+    dim = named["dim"] % x.ndim
+    start, end = _bounds(named, x, out, dim)
+    return ctx.emit(aten.slice.Tensor, (args[0], dim, start, end, named["step"]))
+
+
+def _slice_backward(ctx: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Var, ...]:
+    (part,), (out,), named = ctx.ins, ctx.outs, bound_args(ctx.eqn)
+    dim = named["dim"] % out.ndim
+    start, end = _bounds(named, out, part, dim)
+    return ctx.emit(aten.slice_backward.default, (args[0], ctx.local_shape(out), dim, start, end, named["step"]))
+
+
+def _bounds(named: dict[str, Any], whole: Layout, part: Layout, dim: int) -> tuple[Any, Any]:
+    """Where a slice starts and ends on a rank. A dim that is cut has all of it sliced, or one of equal pieces, of
+    each of which the rank holds as much."""
+    size, length = whole.shape[dim], part.shape[dim]
+    if not whole.shards(dim) or length == size:
+        return named["start"], named["end"]
+    local = local_dim(part, dim)
+    assert isinstance(local, int)  # what follows another factor is never uneven
+    piece = (named["start"] or 0) % size // length
+    return piece * local, (piece + 1) * local
+
+
 def _sizes_first(ctx: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Var, ...]:
-    """op(grad, sizes, ...): the backward of slicing, whose second argument is the shape of the result."""
+    """op(grad, sizes, ...): the backward of selecting, whose second argument is the shape of the result."""
     return ctx.emit(ctx.eqn.op, (args[0], ctx.local_shape(ctx.outs[0]), *args[2:]), kwargs)
 
 
@@ -43,10 +70,19 @@ HANDLERS: dict[Any, Handler] = {
     aten._reshape_alias.default: _reshape,
     aten.flatten.using_ints: _reshape,
     aten.unflatten.int: _reshape,
+    aten.squeeze.default: _reshape,
+    aten.squeeze.dim: _reshape,
+    aten.squeeze.dims: _reshape,
     aten.expand.default: _expand,
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
-    aten.slice_backward.default: _sizes_first,
+    aten.unsafe_split.Tensor: _split,
+    aten.unsafe_split_with_sizes.default: _split,
+    aten.split_copy.Tensor: _split,
+    aten.split_with_sizes_copy.default: _split,
+    aten.slice.Tensor: _slice,
+    aten.slice_backward.default: _slice_backward,
     aten.select_backward.default: _sizes_first,
     aten.diagonal_backward.default: _sizes_first,
+    aten.unfold_backward.default: _sizes_first,
 }
