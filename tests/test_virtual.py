@@ -107,6 +107,32 @@ def test_ragged_pieces(units: list[int], move: str) -> None:
     check_move(*cases[move])
 
 
+@pytest.mark.parametrize("move", ["gather", "slice", "scatter"])
+def test_ragged_pieces_of_flattened_dims(move: str) -> None:
+    """(d f)~[1 3 2]/x k: dims 0 and 1 are cut as one."""
+    mesh, units, flat = MeshShape(("x",), (3,)), (1, 3, 2), (4, 3)
+    whole = Layout.of(mesh, (*flat, 2))
+    pending, ragged = whole.with_state("x", Partial()), whole.with_state("x", Ragged(0, units, last=1))
+    value = torch.arange(24, dtype=torch.float64).reshape(whole.shape)
+    pieces = list(value.reshape(12, 2).split([2, 6, 4]))
+    shares = [value / 4, value / 4, value / 2]
+    comm, start, to, held, expected = {
+        "gather": (AllGather(("x",), 0, units=units, flat=flat), ragged, whole, pieces, [value] * 3),
+        "slice": (Slice(("x",), 0, units=units, flat=flat), whole, ragged, [value] * 3, pieces),
+        "scatter": (
+            ReduceScatter(("x",), 0, units=units, flat=flat),
+            pending,
+            ragged,
+            [value / 4, value / 4, value / 2],
+            pieces,
+        ),
+    }[move]
+    hand = Hand(mesh)
+    y = hand.op(comm, (hand.input("x", whole.shape, start),), hand.var("y", whole.shape, to))
+    got = [row[0] for row in run(hand.program(y), [held])]
+    assert all(map(torch.equal, got, expected))
+
+
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (2, 2)])
 def test_permute_changes_the_order_of_axes(sizes: tuple[int, int]) -> None:
     mesh = MeshShape(("x", "y"), sizes)

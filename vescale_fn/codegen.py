@@ -23,73 +23,13 @@ from typing import Any
 
 import torch
 
-from vescale_fn.engines.kernels import Group, own_slice, to_partial
+from vescale_fn.engines.kernels import own_slice, to_partial
 from vescale_fn.liveness import last_uses, overwritable
-from vescale_fn.program import AxisIndex, LocalDim, Owned, Program, Unbound, bind_constant
-from vescale_fn.sharding.comm import COLLECTIVES, AllToAll, Collective, ReduceScatter, Slice, ToPartial
+from vescale_fn.program import AxisIndex, LocalDim, Owned, Program, bind_constant
+from vescale_fn.sharding.comm import COLLECTIVES, Slice, ToPartial
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, op_name, vars_in
-from vescale_fn.sharding.layout import Layout, Ragged
-from vescale_fn.sharding.mesh import MeshShape
+from vescale_fn.site import Constant, Cut, Device, Site, bind_to_rank, same_everywhere
 from vescale_fn.text import comm_name
-
-
-@dataclass(frozen=True, eq=False)
-class Site:
-    """A collective at its place in a program. `overwritable`: operands whose memory nothing reads afterwards.
-    `ins` and `outs` are the layouts of operands and results."""
-
-    index: int
-    name: str
-    eqn: Eqn
-    mesh: MeshShape
-    overwritable: tuple[bool, ...]
-    ins: tuple[Layout, ...]
-    outs: tuple[Layout, ...]
-
-    @property
-    def comm(self) -> Collective:
-        comm: Collective = self.eqn.op
-        return comm
-
-    def group(self, coords: Mapping[str, int], operand: int = 0) -> Group:
-        """The ranks among which the rank at `coords` exchanges an operand."""
-        comm, out = self.comm, self.outs[operand]
-        members = tuple(self.mesh.coords(r) for r in self.mesh.group(coords, comm.axes))
-        dim = {ReduceScatter: "dim", AllToAll: "split_dim"}.get(type(comm))
-        if dim is None or out.is_even:
-            return Group(self.mesh, members)
-        return Group(self.mesh, members, tuple(out.local_size(getattr(comm, dim), m) for m in members))
-
-    def __str__(self) -> str:
-        where = f" ({self.eqn.source}: {self.eqn.source.code})" if self.eqn.source.file else ""
-        return f"{self.name} = {self.comm}{where}"
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Start and length, on this rank, of its own digit of a whole dim; see `Slice`. Binds to (start, length)."""
-
-    op: Slice
-    layout: Layout  # of the result
-
-    def bind(self, mesh: MeshShape, coords: Mapping[str, int]) -> tuple[int, int]:
-        members = [mesh.coords(r) for r in mesh.group(coords, self.op.axes)]
-        sizes = [self.layout.local_size(self.op.dim, m) // self.op.pre for m in members]
-        index = bind_constant(AxisIndex(self.op.axes), mesh, coords)
-        return sum(sizes[:index]), sizes[index]
-
-
-@dataclass(frozen=True)
-class Device:
-    """The device of this rank. With `traced`, a device the trace saw: another one only if of another type."""
-
-    traced: torch.device | None = None
-
-    def bind(self, device: torch.device) -> torch.device:
-        return device if self.traced is None or self.traced.type == device.type else self.traced
-
-
-Constant = Unbound | Cut | Device
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +50,7 @@ class Code:
     def bind(self, coords: Mapping[str, int], device: torch.device | str = "cpu") -> tuple[Any, ...]:
         """The constants of the rank at `coords`."""
         mesh, where = self.program.mesh, torch.device(device)
-        return tuple(_bind(c, mesh, coords, where) for c in self.constants)
+        return tuple(bind_to_rank(c, mesh, coords, where) for c in self.constants)
 
     @cached_property
     def function(self) -> Callable[[list[Any], tuple[Any, ...]], Any]:
@@ -126,29 +66,13 @@ class Code:
     def fingerprint(self) -> str:
         """A hash of everything that all ranks must agree on."""
         facts = [self.source, str(self.program.mesh), *map(str, self.constants)]
-        facts += [f"{s.comm} {list(map(str, s.ins))} {[v.dtype for v in s.eqn.outs]}" for s in self.sites]
+        facts += [f"{s.comm} {list(map(str, s.ins))} {list(s.dtypes)}" for s in self.sites]
         return hashlib.sha256("\n".join(facts).encode()).hexdigest()
 
 
-def _bind(c: Constant, mesh: MeshShape, coords: Mapping[str, int], device: torch.device) -> Any:
-    if isinstance(c, Device):
-        return c.bind(device)
-    return c.bind(mesh, coords) if isinstance(c, Cut) else bind_constant(c, mesh, coords)
-
-
-def same_everywhere(c: Unbound, mesh: MeshShape) -> bool:
-    """Whether an unbound constant has one value on all ranks."""
-    if isinstance(c, AxisIndex):
-        return mesh.extent(c.axes) == 1
-    cuts = [s for s in c.layout.states if getattr(s, "dim", None) == c.dim]
-    if isinstance(c, Owned):
-        return not cuts
-    return not any(isinstance(s, Ragged) or s.uneven for s in cuts)  # type: ignore[union-attr]
-
-
-def generate(program: Program) -> Code:
-    """The code of a program, the same for all its ranks."""
-    module = _Module(program)
+def generate(program: Program, reserved: Mapping[str, Any] | None = None) -> Code:
+    """The code of a program, the same for all its ranks. `reserved`: names whose meaning is settled already."""
+    module = _Module(program, dict(reserved or {}))
     communicates = _Function(module, program.graph, "step").emit()
     source = "\n\n\n".join(module.functions) + "\n"
     return Code(program, source, module.names, tuple(module.constants), tuple(module.sites), communicates)
@@ -174,6 +98,8 @@ class _Module:
     """The functions, global names and constants of one program's text, as they accumulate."""
 
     program: Program
+    reserved: Mapping[str, Any]
+    taken: set[str] = field(default_factory=set)
     functions: list[str] = field(default_factory=list)
     names: dict[str, Any] = field(default_factory=dict)
     constants: list[Constant] = field(default_factory=list)
@@ -181,11 +107,13 @@ class _Module:
     slots: dict[Constant, int] = field(default_factory=dict)
     known: dict[int, str] = field(default_factory=dict)  # id of an object -> its global name
     bodies: dict[int, tuple[str, bool]] = field(default_factory=dict)  # id of a Graph -> its function, communicates
-    taken: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.names["torch"] = torch
-        self.taken |= {"torch", "args", "k", "step"} | {identifier(v.name) for v in all_vars(self.program.graph)}
+        self.known |= {id(thing): name for name, thing in self.reserved.items()}
+        self.taken |= {"torch", "args", "k", "step", *self.reserved} | {
+            identifier(v.name) for v in all_vars(self.program.graph)
+        }
 
     def fresh(self, name: str) -> str:
         """`name`, or `name_2`, ..., and nobody else's."""
@@ -199,8 +127,8 @@ class _Module:
         """The global name of an operation, function or object."""
         if id(thing) not in self.known:
             hint = op_name(thing) if isinstance(thing, torch._ops.OpOverload) else getattr(thing, "__name__", None)
-            self.known[id(thing)] = name = self.fresh(hint or op_name(thing))
-            self.names[name] = thing
+            self.known[id(thing)] = self.fresh(hint or op_name(thing))
+        self.names[self.known[id(thing)]] = thing
         return self.known[id(thing)]
 
     def constant(self, c: Constant) -> str:
@@ -214,7 +142,9 @@ class _Module:
         layouts = self.program.layouts
         name = self.fresh(f"{comm_name(e.op)}_{len(self.sites)}")
         ins, outs = tuple(layouts[v] for v in e.operands), tuple(layouts[v] for v in e.outs)
-        self.names[name] = site = Site(len(self.sites), name, e, self.program.mesh, may_overwrite, ins, outs)
+        where = f"{e.source}: {e.source.code}" if e.source.file else ""
+        dtypes = tuple(v.dtype for v in e.outs)
+        self.names[name] = site = Site(len(self.sites), name, e.op, ins, outs, dtypes, may_overwrite, where)
         self.sites.append(site)
         return name
 
@@ -306,6 +236,8 @@ class _Function:
         """The collectives that need no communication."""
         (x,) = map(self.text, e.operands)
         if isinstance(e.op, Slice):
+            if e.op.flat:
+                x = f"{x}.flatten({e.op.dim}, {e.op.dim + len(e.op.flat) - 1})"
             cut = self.module.constant(Cut(e.op, self.module.program.layouts[e.outs[0]]))
             return f"{self.module.name_of(own_slice)}({x}, {e.op.dim}, {e.op.pre}, *{cut})"
         index = self.module.constant(AxisIndex(e.op.axes))

@@ -186,7 +186,8 @@ def flops_of(e: Eqn, layouts: Mapping[Var, Layout]) -> int:
     count = _FLOPS.get(".".join(name))
     if count is None or isinstance(e.op, COMMS):
         return 0
-    return count([layouts[v].max_local_shape for v in e.operands], [layouts[v].max_local_shape for v in e.outs])
+    flops: int = count([layouts[v].max_local_shape for v in e.operands], [layouts[v].max_local_shape for v in e.outs])
+    return flops
 
 
 def _product(first: int) -> Any:

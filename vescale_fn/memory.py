@@ -17,10 +17,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vescale_fn.codegen import Code, Site, generate
+from vescale_fn.codegen import Code, generate
 from vescale_fn.engines.virtual import VirtualExecutable
 from vescale_fn.program import Program
 from vescale_fn.sharding.graph import Var
+from vescale_fn.site import Site
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,11 @@ class Ledger:
         return sum(n for name, n in self.events if name in names and n > 0)
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every tensor that an operation returns."""
 
     def __init__(self, ledger: Ledger) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
 
     def __torch_dispatch__(
@@ -125,7 +126,8 @@ def _run_alone(code: Code, inputs: list[Any], coords: Mapping[str, int]) -> list
         except StopIteration as stop:
             run = stop.value
             break
-        answer = iter([_empty(v, code.program, coords) for v in site.eqn.outs])
+        shapes = [x.local_shape(coords) for x in site.outs]
+        answer = iter([torch.empty(s, dtype=d) for s, d in zip(shapes, site.dtypes)])
     results: list[Any] = run
     return results
 

@@ -120,7 +120,8 @@ def layout_text(layout: Layout) -> str:
     '[8/dp, 24] {sum: tp}'
     """
     pending = ", ".join(f"{kind}: {axis}" for axis, kind in layout.partial)
-    return f"[{', '.join(_dim_text(layout, d) for d in range(layout.ndim))}]" + (f" {{{pending}}}" if pending else "")
+    flat = layout.flat
+    return f"[{', '.join(_dim_text(flat, d) for d in range(flat.ndim))}]" + (f" {{{pending}}}" if pending else "")
 
 
 def _dim_text(layout: Layout, dim: int) -> str:

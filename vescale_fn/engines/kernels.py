@@ -121,6 +121,8 @@ def cut(comm: Collective, group: Group, x: Tensor, i: int) -> list[Tensor]:
     n = len(group.members)
     match comm:
         case ReduceScatter():
+            if comm.flat:
+                x = x.flatten(comm.dim, comm.dim + len(comm.flat) - 1)
             return split(x, comm.dim, comm.pre, group.sizes or [x.shape[comm.dim] // n] * n)
         case AllToAll():
             return split(x, comm.split_dim, comm.split_pre, group.sizes or [x.shape[comm.split_dim] // n] * n)
@@ -139,7 +141,8 @@ def join(comm: Collective, group: Group, pieces: Sequence[Tensor], j: int) -> Te
         case AllToAll():
             return merge(pieces, comm.concat_dim, comm.concat_pre).contiguous()
         case AllGather():
-            return merge(pieces, comm.dim, comm.pre).contiguous()
+            whole = merge(pieces, comm.dim, comm.pre).contiguous()
+            return torch.unflatten(whole, comm.dim, comm.flat) if comm.flat else whole
         case Permute():
             return pieces[source_of(comm, group.mesh, j)].clone(memory_format=torch.contiguous_format)
     out = pieces[0].new_empty(comm.dst.local_shape(group.members[j]))

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from vescale_fn.codegen import Code, Site
+from vescale_fn.codegen import Code
 from vescale_fn.engines.engine import rank_text
+from vescale_fn.site import Site
 
 Request = tuple[Site, tuple[Tensor, ...]]
 

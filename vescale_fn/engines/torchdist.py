@@ -10,19 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 
-from vescale_fn.codegen import Site, generate
+from vescale_fn.codegen import generate
 from vescale_fn.engines.engine import Executable, rank_text
-from vescale_fn.engines.kernels import Group, cut
+from vescale_fn.engines.kernels import Group
 from vescale_fn.engines.lockstep import LockStep
+from vescale_fn.engines.routes import shapes_of
 from vescale_fn.engines.transport import Team, Wire
 from vescale_fn.engines.watch import Watch
 from vescale_fn.program import Program
-from vescale_fn.sharding.comm import AllGather, AllReduce
 from vescale_fn.sharding.mesh import Mesh
+from vescale_fn.site import Site
 
 
 @dataclass(eq=False)
@@ -50,7 +51,7 @@ class TorchDistEngine:
     def new_watch(self) -> Watch:
         """A watch that knows of no failure yet. All processes count failures alike, since one ends what all run."""
         name = f"vescale_fn/{self.mesh}/{self.deterministic}/{self.failures}"
-        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store()) if dist.is_initialized() else None
+        store = PrefixStore(name, dist.distributed_c10d._get_default_store()) if dist.is_initialized() else None
         ranks = self.mesh.local_ranks
         first = rank_text(ranks[0], self.mesh.shape.coords(ranks[0]))
         held = first if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
@@ -150,17 +151,3 @@ class TorchDistExecutable(LockStep):
             for i, out in zip(route.local, outs):
                 results[i] = out
         return results
-
-
-def shapes_of(site: Site, operand: int, group: Group) -> Any:
-    """What members send of one operand: its shape by member for gathers, the shapes of pieces by member and receiver
-    otherwise. Found by cutting tensors without memory."""
-    if isinstance(site.comm, AllReduce):
-        return ()
-    layout = site.ins[operand]
-    whole = [layout.local_shape(m) for m in group.members] if not layout.is_even else None
-    shapes = whole or [layout.max_local_shape] * len(group.members)
-    if isinstance(site.comm, AllGather):
-        return shapes
-    cuts = [cut(site.comm, group, torch.empty(s, device="meta"), i) for i, s in enumerate(shapes)]
-    return [[tuple(p.shape) for p in row] for row in cuts]

@@ -46,7 +46,7 @@ class Wire:
         out = send.new_empty(sum(lengths) * unit)
         sizes = [n * unit for n in lengths]
         self.wait(dist.all_to_all_single(out, send, sizes, [p.numel() * unit for p in parts], self.group, True))
-        return list(out.view(parts[0].dtype).split(list(lengths)))
+        return list(torch.split(out.view(parts[0].dtype), list(lengths)))
 
     def gather(self, mine: Tensor, lengths: Sequence[int]) -> Tensor:
         """The buffers of all processes, one after the other; `lengths` says how long each is."""
@@ -61,7 +61,7 @@ class Wire:
         out = out.view(mine.dtype)
         if min(lengths) == longest:
             return out
-        return torch.cat([p[:n] for p, n in zip(out.split([longest] * self.size), lengths)])
+        return torch.cat([p[:n] for p, n in zip(torch.split(out, [longest] * self.size), lengths)])
 
     def add(self, x: Tensor) -> None:
         """x becomes the sum over all processes, in an order that the library chooses."""
@@ -154,7 +154,7 @@ class Team:
             return reduce(self.in_order(wire.gather(torch.cat(list(flats)), counts), [numel] * self.size), comm.kind)
         step = -(-numel // wire.size)
         lengths = [max(0, min(step, numel - p * step)) for p in range(wire.size)]
-        stretches = [flat.split(lengths) for flat in flats]
+        stretches = [torch.split(flat, lengths) for flat in flats]
         mine = lengths[wire.me]
         got = wire.swap(
             [torch.cat([s[p] for s in stretches]) for p in range(wire.size)],
@@ -165,7 +165,7 @@ class Team:
     def in_order(self, flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
         """What came from each member, when a buffer holds it process by process."""
         arrival = [m for p in range(self.wire.size) for m in self.on(p)]
-        pieces = dict(zip(arrival, flat.split([numels[m] for m in arrival])))
+        pieces = dict(zip(arrival, torch.split(flat, [numels[m] for m in arrival])))
         return [pieces[m] for m in range(self.size)]
 
     def all_gather(
@@ -182,7 +182,8 @@ class Team:
     def is_stacked(self, comm: AllGather, shapes: Sequence[tuple[int, ...]]) -> bool:
         """Whether pieces that lie one after the other in memory are the gathered tensor."""
         in_order = self.owners == tuple(sorted(self.owners))
-        return in_order and comm.pre == 1 and comm.dim == 0 and math.prod(shapes[0][1:]) > 0
+        plain = comm.pre == 1 and comm.dim == 0 and not comm.flat
+        return in_order and plain and math.prod(shapes[0][1:]) > 0
 
     def exchange(
         self, comm: Collective, groups: Sequence[Group], shapes: Sequence[Any], xs: Sequence[Sequence[Tensor]]
@@ -201,7 +202,7 @@ class Team:
         arrived = {
             pair: _unflatten(x, coming[pair])
             for buffer, pairs, n in zip(got, order, numels)
-            for pair, x in zip(pairs, buffer.split(n))
+            for pair, x in zip(pairs, torch.split(buffer, n))
         }
         return [[join(comm, g, [arrived[m, to][k] for m in everyone], to) for k, g in enumerate(groups)] for to in mine]
 
@@ -216,7 +217,7 @@ def _by_dtype(xs: Sequence[Tensor]) -> list[list[int]]:
 
 def _unflatten(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Tensors of the given shapes that lie one after the other in a flat buffer."""
-    return [x.view(list(s)) for x, s in zip(flat.split([math.prod(s) for s in shapes]), shapes)]
+    return [x.view(list(s)) for x, s in zip(torch.split(flat, [math.prod(s) for s in shapes]), shapes)]
 
 
 def _copy(x: Tensor) -> Tensor:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vescale_fn.codegen import Site, generate
+from vescale_fn.codegen import generate
 from vescale_fn.engines.engine import Executable
 from vescale_fn.engines.kernels import collective
 from vescale_fn.engines.lockstep import LockStep
 from vescale_fn.program import Program
 from vescale_fn.sharding.mesh import Mesh
+from vescale_fn.site import Site
 
 
 @dataclass(frozen=True)
