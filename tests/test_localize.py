@@ -6,6 +6,7 @@ The samples, the cases and what is right are those of the rule machine.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -22,20 +23,26 @@ from vescale_fn.sharding.rules import rule_for
 from vescale_fn.sharding.rules.rule import Dims, Rule
 
 
-def by_product(eqn: Eqn, rule: Rule, case: Case, held: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+def by_product(eqn: Eqn, rule: Rule, case: Case, held: list[list[torch.Tensor]]) -> list[list[Any]]:
     """The equation as a step of its own, partitioned for the layouts of the case."""
     mesh = MeshShape(tuple(f"m{i}" for i in range(len(case.sizes))), case.sizes)
     inputs = tuple(Var(f"x{i}", v.shape, v.dtype) for i, v in enumerate(eqn.operands))
     outs = tuple(Var(f"y{i}", v.shape, v.dtype) for i, v in enumerate(eqn.outs))
     names = iter(inputs)
-    step = Graph(inputs, (eqn.with_args(lambda v: next(names), outs),), outs)
+    local = eqn.with_args(lambda v: next(names), outs)
     ins = tuple(_layout(mesh, rule, case, v, dims, slot) for slot, (v, dims) in enumerate(zip(inputs, rule.operands)))
-    results = tuple(_layout(mesh, rule, case, v, dims) for v, dims in zip(outs, rule.results))
+    made = {v: _layout(mesh, rule, case, v, dims) for v, dims in zip(outs, rule.results) if v.is_tensor}
     letters = {a: c.letter for a, c in zip(mesh.names, case.choices) if c.letter}
     plan = Plan(
-        mesh, step, dict(zip(inputs + outs, ins + results)), {step.eqns[0]: ins}, results, {step.eqns[0]: letters}
+        mesh,
+        Graph(inputs, (local,), tuple(made)),
+        values={**dict(zip(inputs, ins)), **made},
+        operands={local: ins},
+        outputs=tuple(made.values()),
+        letters={local: letters},
     )
-    return VirtualEngine(Mesh(mesh)).load(partition(plan, rule_for))([list(h) for h in held])
+    results = VirtualEngine(Mesh(mesh)).load(partition(plan, rule_for))([list(h) for h in held])
+    return [[dict(zip(made, r)).get(v) for v in outs] for r in results]
 
 
 def _layout(mesh: MeshShape, rule: Rule, case: Case, v: Var, dims: Dims, slot: int | None = None) -> Layout:
