@@ -57,8 +57,8 @@ def state_of_units(dim: int, units: Sequence[int], size: int, last: int = -1) ->
     rows = [u * (size // total) for u in units] if size else list(units)
     if len(set(rows)) == 1:
         return Shard(dim)
-    for factor in (size, sum(reduced(units))):  # torch.chunk of the rows, or of whole units
-        unit = size // factor if factor else 0
+    for factor in (size, sum(reduced(units))):  # torch.chunk of the rows, or of whole units; one unit is an owner's
+        unit = size // factor if factor > 1 or factor == size == 1 else 0
         if unit and [k * unit for k in chunked(factor, len(rows))] == rows:
             return Shard(dim, uneven=factor)
     return Ragged(dim, reduced(units))

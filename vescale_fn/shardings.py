@@ -185,42 +185,49 @@ def layouts_for(
     above = broadcast_prefix(specs, tree, what=f"{what}: the specs")
     placed: list[Placed] = []
     used: set[str] = set()
-    for path, leaf, (spec, own) in zip(paths, leaves, _specs_of_leaves(above, paths, leaves, mesh, what)):
-        shape = tuple(getattr(leaf, "shape", ()))
-        if spec is None or not hasattr(leaf, "shape"):
-            placed.append((Layout.of(mesh.shape, shape), None))
-            continue
-        used |= size_names(spec)
+    for path, leaf, (asked, own) in zip(paths, leaves, _asked(above, paths, leaves)):
+        where = f"{what}: {path or 'the tensor'}"
         try:
-            given = {**sizes, **own}
-            placed.append((bind_sized(spec, shape, mesh.shape, given), spec.with_sizes(given)))
+            spec, inner = _parsed(asked, mesh)
+            given = {**sizes, **own, **inner}
+            used |= size_names(spec) if spec is not None else set()
+            placed.append(_placed(spec, leaf, mesh, given))
         except SpecError as e:
-            raise e.within(f"{what}: {path or 'the tensor'}") from None
+            raise e.within(where) from None
+        except TypeError as e:
+            raise TypeError(f"{where}: {e}") from None
     unused = [k for k in sizes if k not in used]
-    if unused and any(spec is not None for _, spec in placed):
+    if unused and used:
         raise ValueError(
             f"{what}: the sizes {one_line(unused)} name no factor of the specs, which are: {one_line(sorted(used))}."
         )
     return placed
 
 
-def _specs_of_leaves(
-    above: Sequence[Any], paths: Sequence[str], leaves: Sequence[Any], mesh: Mesh, what: str
-) -> Iterator[tuple[Spec | None, Sizes]]:
-    """The spec that stands over each leaf, and the sizes that come with it."""
+def _asked(above: Sequence[Any], paths: Sequence[str], leaves: Sequence[Any]) -> Iterator[tuple[Any, Sizes]]:
+    """What stands over each leaf, rules applied, and the sizes that come with the rules."""
     by_rules: dict[Rules, Iterator[SpecLike]] = {}
     for r in dict.fromkeys(s for s in above if isinstance(s, Rules)):
         under = [i for i, s in enumerate(above) if s == r]
         by_rules[r] = iter(r.match([paths[i] for i in under], [leaves[i] for i in under]))
-    for spec in above:
-        if spec is None:
-            yield None, {}
-        elif isinstance(spec, Rules):
-            parsed, own = as_spec(next(by_rules[spec]))
-            yield parsed, {**dict(spec.sizes), **own}
-        elif isinstance(spec, NamedSharding):
-            if spec.mesh != mesh:
-                raise ValueError(f"{what}: {spec!r} is on another mesh than the one in use, {mesh}.")
-            yield spec.spec, spec.sizes
-        else:
-            yield as_spec(spec)
+    for asked in above:
+        yield (next(by_rules[asked]), dict(asked.sizes)) if isinstance(asked, Rules) else (asked, {})
+
+
+def _parsed(asked: Any, mesh: Mesh) -> tuple[Spec | None, Sizes]:
+    """The spec that is asked for, and its own sizes."""
+    if asked is None:
+        return None, {}
+    if not isinstance(asked, NamedSharding):
+        return as_spec(asked)
+    if asked.mesh != mesh:
+        raise SpecError(f"{asked!r} is on another mesh than the one in use, {mesh}.")
+    return asked.spec, asked.sizes
+
+
+def _placed(spec: Spec | None, leaf: Any, mesh: Mesh, sizes: Sizes) -> Placed:
+    """Layout of one leaf, and its spec with sizes inline; whole where there is no spec, or no shape."""
+    shape = tuple(getattr(leaf, "shape", ()))
+    if spec is None or not hasattr(leaf, "shape"):
+        return Layout.of(mesh.shape, shape), None
+    return bind_sized(spec, shape, mesh.shape, sizes), spec.with_sizes(sizes)

@@ -202,7 +202,7 @@ def _evaluated(cls: type, annotation: Any) -> Any:
 
 
 def broadcast_prefix(
-    prefix: Any, tree: Any, stands_whole: Callable[[Any], bool] = lambda x: False, what: str = "the specs"
+    prefix: Any, tree: Any, stands_whole: Callable[[Any], bool] = lambda x: False, what: str = "The specs"
 ) -> list[Any]:
     """For each leaf of `tree`, the leaf of `prefix` that stands over it.
 
@@ -250,4 +250,4 @@ def _kind(tree: Any) -> str:
 
 def _mismatch(what: str, path: str, problem: str, there: str) -> str:
     where = f"at '{path}' " if path else ""
-    return f"{what[0].upper()}{what[1:]} {where}{problem}, but {there}. Specs form a prefix of the tree."
+    return f"{what} {where}{problem}, but {there}. Specs form a prefix of the tree."
