@@ -77,10 +77,9 @@ def _dim_exists(layout: Layout, dim: int) -> bool:
         return layout.shape[dim] % max(*units, 1) == 0
     lead, end = max((s.uneven for _, s in shards), default=0), 1
     for axis, state in shards[: len(inside)]:
-        divides = lead % (end * layout.mesh[axis]) == 0
-        if state.pre != end or state.uneven not in ((0, lead) if divides else (lead,)):
+        pre, end = end, end * layout.mesh[axis]
+        if state != Shard(dim, pre, lead if lead % end else 0):
             return False
-        end *= layout.mesh[axis]
     end = lead or 1  # in `pre` of the digits minor to a nest the factor stands with its global size
     for axis, state in shards[len(inside) :]:
         if state.pre % end:

@@ -102,13 +102,11 @@ class Layout:
 
     @staticmethod
     def of(mesh: MeshShape, shape: Sequence[int], states: Mapping[str, State] | None = None) -> Layout:
-        """The layout with the given states; axes left out, and axes of size 1, are whole."""
+        """The layout with the given states; axes left out, and axes of size 1, are whole, and an axis that cuts an
+        uneven factor into equal parts is even."""
         given = states or {}
-        return Layout(
-            mesh,
-            tuple(shape),
-            tuple(WHOLE if n == 1 else given.get(a, WHOLE) for a, n in zip(mesh.names, mesh.sizes)),
-        )
+        plain = (_plain(given.get(a, WHOLE), n) for a, n in zip(mesh.names, mesh.sizes))
+        return Layout(mesh, tuple(shape), tuple(plain))
 
     def __getitem__(self, axis: str) -> State:
         return self.states[self.mesh.names.index(axis)]
@@ -219,6 +217,15 @@ class Layout:
     def __str__(self) -> str:
         on = [f"{a}: {s}" for a, s in zip(self.mesh.names, self.states) if not isinstance(s, Whole)]
         return f"{list(self.shape)} {{{', '.join(on)}}}"
+
+
+def _plain(state: State, n: int) -> State:
+    """The state of an axis of size n in its only spelling."""
+    if n == 1:
+        return WHOLE
+    if isinstance(state, Shard) and state.uneven and state.uneven % (state.pre * n) == 0:
+        return Shard(state.dim, state.pre)
+    return state
 
 
 def _moved(state: State, by: int, end: int) -> State:

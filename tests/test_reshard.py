@@ -281,6 +281,9 @@ def test_uneven_axes_nest() -> None:
     assert comms(mesh, (5, 4), nested, one) == [AllGather(("y",), 0, uneven=5)]
     assert comms(mesh, (5, 4), one, nested) == [Slice(("y",), 0, uneven=5)]
     assert comms(mesh, (5, 4), {**one, "y": Partial()}, nested) == [ReduceScatter(("y",), 0, uneven=5)]
+    # 6 over (2, 2) is [[2, 1], [2, 1]]: x is even by itself, and stays so when y is gathered
+    halves: dict[str, State] = {"x": Shard(0, 1, 6), "y": Shard(0, 2, 6)}
+    assert comms(mesh, (6, 4), halves, {"x": Shard(0)}) == [AllGather(("y",), 0, uneven=6)]
     swapped: dict[str, State] = {"y": Shard(0, 1, 5), "x": Shard(0, 2, 5)}
     assert comms(mesh, (5, 4), nested, swapped) == [Permute(("x", "y"), ("y", "x"))]
 
