@@ -1,5 +1,6 @@
 """What computing costs, in seconds of a model device. Only differences between layouts matter: heavy operations
-count a hundredfold where every rank repeats them, so that a plan splits them whenever the user's shardings allow."""
+count far more where every rank repeats them than anything sent, so that a plan splits them whenever the user's
+shardings allow, at the sizes of tests as at real ones."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ FLOPS = 400e12  # per second
 MEMORY = 2.5e12  # bytes per second
 NETWORK = 200e9  # bytes per second
 LATENCY = 1e-8  # seconds per collective: decides only between equals, a real latency would make tests replicate
-REPEATED = 100.0
+REPEATED = 1e4
 FUSED = 1 / 6  # of what elementwise operations move when each runs alone
 
 _PRODUCTS = "mm bmm addmm baddbmm addbmm mv dot outer matmul linear einsum convolution"

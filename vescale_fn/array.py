@@ -89,6 +89,11 @@ class Array:
         return self.type.mesh
 
     @property
+    def device(self) -> torch.device:
+        """Where the parts that this process holds live (the first of them)."""
+        return torch.device(self.mesh.device_of(self.mesh.local_ranks[0] if self.mesh.local_ranks else 0))
+
+    @property
     def layout(self) -> Layout:
         return self.type.layout
 

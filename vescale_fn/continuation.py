@@ -1,7 +1,7 @@
 """Which outputs continue which arguments: `return new_state, metrics` keeps the layouts of `state`.
 
 An output subtree continues an argument when treedef, shapes and dtypes are equal: donated arguments are tried first,
-then the others in order; each argument is continued at most once.
+then the others in order, those that nothing continues yet before the rest.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ def continued(out: Any, arguments: Sequence[tuple[Any, Sequence[Aval | None]]]) 
     arguments: treedef and leaf avals, in the order in which they are tried.
     """
     found: dict[int, tuple[int, int]] = {}
-    free = dict(enumerate(arguments))
+    order = list(range(len(arguments)))  # those already continued move to the end
     for start, subtree in _subtrees(out, 0):
         if start in found:
             continue
         leaves, treedef = flatten(subtree)
-        if not any(a.aval is not None for a in leaves):
+        avals = [x.aval for x in leaves]
+        if not any(avals):
             continue
-        for i, (arg_def, arg_leaves) in free.items():
-            if treedef == arg_def and [a.aval for a in leaves] == list(arg_leaves):
-                found.update({start + k: (i, k) for k in range(len(leaves))})
-                del free[i]
-                break
+        match = next((i for i in order if arguments[i] == (treedef, avals)), None)
+        if match is not None:
+            found.update({start + k: (match, k) for k in range(len(leaves))})
+            order.remove(match)
+            order.append(match)
     return found
 
 

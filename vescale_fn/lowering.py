@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,17 +13,21 @@ from vescale_fn import decompose
 from vescale_fn.array import ArrayType
 from vescale_fn.cost_report import CollectiveTable, collectives_of, cost_analysis
 from vescale_fn.engines import Executable, engine_for
+from vescale_fn.fused import RULES as UPDATE_RULES
 from vescale_fn.memory import MemoryStats, peak_bytes
 from vescale_fn.normalize import drop_dead, drop_metadata_reads
 from vescale_fn.partition import partition
 from vescale_fn.passes import optimize
 from vescale_fn.primitives import RESHARD, constraint_layout
 from vescale_fn.program import Program
+from vescale_fn.register import registered_rules
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var
 from vescale_fn.sharding.layout import Layout
 from vescale_fn.sharding.mesh import Mesh, MeshShape
 from vescale_fn.sharding.plan import Plan
+from vescale_fn.sharding.problem import RuleFor
 from vescale_fn.sharding.rules import rule_for
+from vescale_fn.sharding.rules.rule import Rule
 from vescale_fn.sharding.solve import solve
 from vescale_fn.text import program_text
 from vescale_fn.trace import Traced
@@ -104,8 +108,10 @@ class Lowered:
 def lower(name: str, traced: Traced, request: Request) -> Lowered:
     """Solve, partition and optimize a traced step."""
 
-    def rule(e: Eqn) -> Any:
-        return rule_for(e, request.rules)
+    extra = {**UPDATE_RULES, **registered_rules(), **request.rules}
+
+    def rule(e: Eqn) -> Rule | None:
+        return rule_for(e, extra)
 
     graph = prepare(traced.graph, request, rule)
     plan = solve(
@@ -122,7 +128,7 @@ def lower(name: str, traced: Traced, request: Request) -> Lowered:
     return Lowered(name, traced, request, plan, optimize(program))
 
 
-def prepare(graph: Graph, request: Request, rule: Callable[[Eqn], Any]) -> Graph:
+def prepare(graph: Graph, request: Request, rule: RuleFor) -> Graph:
     """The graph that the solver sees: no metadata reads, no dead code, operations split up where a layout asks for it."""
     graph = drop_dead(drop_metadata_reads(graph))
     return decompose.on_intent(graph, request, rule)

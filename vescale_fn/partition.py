@@ -58,6 +58,7 @@ class _Partitioner:
     origin: dict[Var, Var]
     local: dict[Var, Var] = field(default_factory=dict)  # global Var -> local Var in its own layout
     obtained: dict[Var, list[Var]] = field(default_factory=dict)  # global Var -> the same value in all layouts at hand
+    makers: dict[Var, Eqn] = field(default_factory=dict)
     builder: Builder = field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,6 +91,8 @@ class _Partitioner:
             if self.layouts[h] == to:
                 return h
         start = min(have, key=lambda h: chain_bytes(plan_reshard(self.layouts[h], to), v.dtype))
+        if self.layouts[start].partial and v in self.makers:  # a reduction belongs to what made the sum
+            source, phase = self.makers[v].source, self.makers[v].phase
         steps = self.builder.reshard(start, to, source, phase)
         self.origin.update(dict.fromkeys(steps, v))
         have += steps
@@ -111,6 +114,7 @@ class _Partitioner:
         ctx = Context(self.builder, e, None, ins, outs, self.plan.letters.get(e, {}))
         for v, result in zip(e.outs, self.rewrite(ctx, local), strict=True):
             self.define(v, result)
+            self.makers[v] = e
 
     def rewrite(self, ctx: Context, local: Eqn) -> tuple[Var, ...]:
         """Local equations for one global equation; its results."""
@@ -135,4 +139,4 @@ class _Partitioner:
 
 
 def _has_state(ctx: Context) -> bool:
-    return not all(x.is_whole for x in (*ctx.ins, *ctx.outs))
+    return not all(x is None or x.is_whole for x in (*ctx.ins, *ctx.outs))

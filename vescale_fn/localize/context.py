@@ -78,7 +78,7 @@ class Context:
     eqn: Eqn
     rule: Rule | None
     ins: tuple[Layout, ...]
-    outs: tuple[Layout, ...]
+    outs: tuple[Any, ...]  # of Layout; None for a result that is no tensor
     letters: Mapping[str, str]
 
     def emit(
@@ -86,7 +86,7 @@ class Context:
         op: Any,
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
-        layouts: Sequence[Layout] | None = None,
+        layouts: Sequence[Layout | None] | None = None,
         shapes: Sequence[Sequence[int]] | None = None,
         dtypes: Sequence[Any] | None = None,
     ) -> tuple[Var, ...]:

@@ -1,66 +1,96 @@
 """Small collectives of one kind travel together.
 
-A bucket stays open until one of its results is read or it is full, and is sent there: by then every operand exists,
-and no operand can depend on a result of the same bucket.
+A bucket stays open until it is full or something that matters reads one of its results, and is sent there: by then
+every operand exists, and no operand can depend on a result of the same bucket. Views and elementwise operations of the
+same phase do not matter: they wait with the bucket, and are computed behind it.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from vescale_fn.program import Program
 from vescale_fn.sharding.comm import AllReduce
 from vescale_fn.sharding.graph import Eqn, Var
-from vescale_fn.sharding.layout import Layout
+from vescale_fn.sharding.work import is_heavy
 
 BUCKET_BYTES = 25 * 2**20  # the size that DDP sends at once
 
 
 def bucket(program: Program, limit: int = BUCKET_BYTES) -> Program:
     """AllReduces over the same axes, of the same kind, dtype and phase, merged into buckets of about `limit` bytes."""
-    eqns: list[Eqn] = []
-    open_: dict[Any, list[Eqn]] = {}
-    owner: dict[Var, Any] = {}  # result of a waiting collective -> key of its bucket
-
-    def flush(key: Any) -> None:
-        members = open_.pop(key)
-        for e in members:
-            owner.pop(e.outs[0])
-        eqns.append(members[0] if len(members) == 1 else _merged(members))
-
+    merger = _Merger(program, limit)
     for e in program.graph.eqns:
-        for key in dict.fromkeys(owner[v] for v in e.reads if v in owner):
-            if key in open_:
-                flush(key)
+        merger.add(e)
+    for key in list(merger.open):
+        merger.send(key)
+    return replace(program, graph=replace(program.graph, eqns=tuple(merger.eqns)))
+
+
+@dataclass(eq=False)
+class _Bucket:
+    members: list[Eqn] = field(default_factory=list)
+    waiting: list[Eqn] = field(default_factory=list)  # equations that read results of the members
+
+    @property
+    def phase(self) -> str:
+        return self.members[0].phase
+
+
+@dataclass(eq=False)
+class _Merger:
+    program: Program
+    limit: int
+    eqns: list[Eqn] = field(default_factory=list)
+    open: dict[Any, _Bucket] = field(default_factory=dict)
+    owner: dict[Var, Any] = field(default_factory=dict)  # value that waits -> key of its bucket
+
+    def add(self, e: Eqn) -> None:
+        keys = list(dict.fromkeys(self.owner[v] for v in e.reads if v in self.owner))
+        if len(keys) == 1 and _can_wait(e, self.open[keys[0]].phase):
+            self.open[keys[0]].waiting.append(e)
+            self.owner.update(dict.fromkeys(e.outs, keys[0]))
+            return
+        for key in keys:
+            self.send(key)
         key = _bucket_key(e)
         if key is None:
-            eqns.append(e)
-            continue
-        open_.setdefault(key, []).append(e)
-        owner[e.outs[0]] = key
-        if sum(_local_bytes(program, m.operands[0]) for m in open_[key]) >= limit:
-            flush(key)
-    for key in list(open_):
-        flush(key)
-    return replace(program, graph=replace(program.graph, eqns=tuple(eqns)))
+            self.eqns.append(e)
+            return
+        members = self.open.setdefault(key, _Bucket()).members
+        members.append(e)
+        self.owner[e.outs[0]] = key
+        if sum(self.nbytes(m.operands[0]) for m in members) >= self.limit:
+            self.send(key)
+
+    def send(self, key: Any) -> None:
+        """Close a bucket: its collective, then what waited for it."""
+        done = self.open.pop(key)
+        for e in (*done.members, *done.waiting):
+            for v in e.outs:
+                self.owner.pop(v)
+        self.eqns.append(_merged(done.members))
+        self.eqns += done.waiting
+
+    def nbytes(self, v: Var) -> int:
+        return self.program.layouts[v].max_local_numel * int(v.dtype.itemsize)
+
+
+def _can_wait(e: Eqn, phase: str) -> bool:
+    return isinstance(e.op, torch._ops.OpOverload) and e.phase == phase and not is_heavy(e)
 
 
 def _bucket_key(e: Eqn) -> Any:
+    """Collectives with equal keys may travel together; None for what travels alone."""
     if isinstance(e.op, AllReduce) and len(e.operands) == 1:
         return (e.op, e.operands[0].dtype, e.phase)
     return None
 
 
 def _merged(members: list[Eqn]) -> Eqn:
-    first = members[0]
-    return replace(
-        first,
-        args=tuple(e.operands[0] for e in members),
-        outs=tuple(e.outs[0] for e in members),
-    )
-
-
-def _local_bytes(program: Program, v: Var) -> int:
-    layout: Layout = program.layouts[v]
-    return layout.max_local_numel * int(v.dtype.itemsize)
+    if len(members) == 1:
+        return members[0]
+    return replace(members[0], args=tuple(e.operands[0] for e in members), outs=tuple(e.outs[0] for e in members))

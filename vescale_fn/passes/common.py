@@ -5,6 +5,7 @@ Sub-programs are left alone: a rematerialised body is there to be computed twice
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from vescale_fn.program import Program
 from vescale_fn.sharding.comm import COMMS
 from vescale_fn.sharding.graph import Eqn, Var, map_vars
+from vescale_fn.sharding.layout import Layout
 
 
 def share_common(program: Program) -> Program:
@@ -22,7 +24,7 @@ def share_common(program: Program) -> Program:
     eqns = []
     for e in program.graph.eqns:
         e = e.with_args(lambda v: same.get(v, v))
-        key = _key(e)
+        key = _key(e, program.layouts)
         first = seen.setdefault(key, e) if key is not None else e
         if first is e:
             eqns.append(e)
@@ -32,12 +34,13 @@ def share_common(program: Program) -> Program:
     return replace(program, graph=replace(program.graph, eqns=tuple(eqns), outputs=outputs))
 
 
-def _key(e: Eqn) -> Any:
-    """Equal keys mean equal results; None when the equation must stay."""
+def _key(e: Eqn, layouts: Mapping[Var, Layout]) -> Any:
+    """Equal keys mean equal results, as parts of equal global values; None when the equation must stay."""
     pure = isinstance(e.op, torch._ops.OpOverload) and not e.op._schema.is_mutable and _deterministic(e.op)
     if not (pure or isinstance(e.op, COMMS)):
         return None
-    key = (e.op, _frozen(map_vars(e.args, _Ref)), _frozen(map_vars(e.kwargs, _Ref)))
+    results = tuple((v.shape, v.dtype, layouts.get(v)) for v in e.outs)
+    key = (e.op, _frozen(map_vars(e.args, _Ref)), _frozen(map_vars(e.kwargs, _Ref)), results)
     try:
         hash(key)
     except TypeError:
