@@ -63,6 +63,6 @@ def _walk(problem: Problem, n: int, seeds: list[Reached], group: int, owner: dic
                 yield node
                 continue
             owner[node] = group
-            reached = {(w, s) for w, s in zip(node.values, strategy.states) if isinstance(s, Shard)}
-            queue += sorted(reached - seen, key=lambda r: r[0].name)
-            seen |= reached
+            reached = [(w, s) for w, s in zip(node.values, strategy.states) if isinstance(s, Shard)]
+            queue += [r for r in dict.fromkeys(reached) if r not in seen]
+            seen.update(reached)

@@ -162,7 +162,7 @@ def _targets(target: Tensor, weight: Tensor | None, ignore_index: int) -> tuple[
     """Which targets are ignored, targets that are safe to look up, and the weight of each target's class."""
     ignored = target == ignore_index
     safe = target.masked_fill(ignored, 0)
-    return ignored, safe, None if weight is None else weight[safe]
+    return ignored, safe, None if weight is None else aten.index.Tensor(weight, [safe])
 
 
 def nll_loss_forward(
