@@ -12,13 +12,8 @@ from rule_mutants import mutants
 
 from vescale_fn.sharding.graph import Eqn, Var
 from vescale_fn.sharding.rules import factory, fft, linalg, loss, matmul, pointwise, reduce, rule_for, shape, view
-from vescale_fn.sharding.rules.registry import (
-    RuleError,
-    bound_args,
-    form,
-    operand_slots,
-    parse_rule,
-)
+from vescale_fn.sharding.rules.notation import RuleError
+from vescale_fn.sharding.rules.registry import bound_args, form, operand_slots, parse_rule
 from vescale_fn.sharding.rules.rule import Rule
 
 aten = torch.ops.aten
@@ -150,6 +145,11 @@ def test_ellipsis_takes_letters_that_are_free() -> None:
 def test_groups_need_all_sizes_but_one() -> None:
     assert parse_rule("(b t) d -> b t d", ([(12, 5)], [(3, 4, 5)])).sizes == {"d": 5, "b": 3, "t": 4}
     assert parse_rule("(k d) -> d", ([(12,)], [(4,)])).sizes == {"d": 4, "k": 3}
+
+
+def test_results_do_not_broadcast() -> None:
+    with pytest.raises(RuleError, match=r"\[3\] -> \[1\]: 'a' has size 3 and 1"):
+        parse_rule("a -> a", ([(3,)], [(1,)]))
 
 
 def test_factors_of_size_one_disappear() -> None:

@@ -11,7 +11,6 @@ An operand may carry its argument's name, `form("input: b !c, weight: !c -> b !c
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -21,14 +20,15 @@ import torch
 
 from vescale_fn.sharding.graph import Eqn, op_name, vars_in
 from vescale_fn.sharding.layout import Kind
-from vescale_fn.sharding.rules.notation import ELLIPSIS, Pattern, RuleError, fresh_letters, parse_pattern, spell
+from vescale_fn.sharding.rules.binding import CallShapes, bind_pattern
+from vescale_fn.sharding.rules.notation import parse_pattern
 from vescale_fn.sharding.rules.rule import Dims, Rule
 
 Entry = Callable[[Eqn], Rule | None]
 Slots = Iterable[int | str]  # operand slots, or names of arguments
 Shapes = tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]  # of the operands, of the results
 
-# --- binding to shapes ------------------------------------------------------------------------------------------
+# --- rules of equations -----------------------------------------------------------------------------------------
 
 
 def parse_rule(
@@ -52,24 +52,30 @@ def parse_rule(
     >>> parse_rule("(b t) d -> b t d", ([(12, 5)], [(3, 4, 5)])).sizes
     {'d': 5, 'b': 3, 't': 4}
     """
-    pattern = parse_pattern(text)
-    slots = operand_slots(eqn) if isinstance(eqn, Eqn) else {}
-    shapes, results = _shapes(eqn)
-    dims = _operand_dims(text, pattern, slots, len(shapes), eqn)
-    if len(pattern.results) != len(results):
-        raise _misfit(text, eqn, f"it states {len(pattern.results)} results where there are {len(results)}")
-    sides = _expand(text, eqn, [*dims, *pattern.results], [*shapes, *results])
-    known = _sizes(text, eqn, sides, [*shapes, *results], sizes)
+    call = _call(eqn)
+    operands, results, known = bind_pattern(text, call, tuple(sizes.items()))
+    slots = dict(call.slots)
     return make_rule(
-        [_trim(d, s) for d, s in zip(sides, shapes)],
-        [_trim(d, s) for d, s in zip(sides[len(shapes) :], results)],
-        known,
-        whole=pattern.whole,
+        operands,
+        results,
+        dict(known),
+        whole=parse_pattern(text).whole,
         linear=[g for g in (_slot_set(group, slots) for group in linear) if g is not None],
         through=_slot_set(through, slots, partly=True) or (),
         masked=masked,
         reduces=reduces or {},
         eqn=eqn if isinstance(eqn, Eqn) else None,
+    )
+
+
+def _call(eqn: Eqn | Shapes) -> CallShapes:
+    if not isinstance(eqn, Eqn):
+        return CallShapes("", tuple(map(tuple, eqn[0])), tuple(map(tuple, eqn[1])))
+    return CallShapes(
+        op_name(eqn.op),
+        tuple(v.shape for v in eqn.operands),
+        tuple(v.shape for v in eqn.outs),
+        tuple(operand_slots(eqn).items()),
     )
 
 
@@ -119,90 +125,6 @@ def _adds(eqn: Eqn, group: frozenset[int]) -> bool:
 def is_inexact(dtype: torch.dtype) -> bool:
     """Floating or complex."""
     return dtype.is_floating_point or dtype.is_complex
-
-
-def _shapes(eqn: Eqn | Shapes) -> Shapes:
-    if isinstance(eqn, Eqn):
-        return [v.shape for v in eqn.operands], [v.shape for v in eqn.outs]
-    return eqn
-
-
-def _misfit(text: str, eqn: Eqn | Shapes, why: str) -> RuleError:
-    shapes, results = _shapes(eqn)
-    of = f"{op_name(eqn.op)} of " if isinstance(eqn, Eqn) else ""
-    listed = ", ".join(str(list(s)) for s in shapes) or "no tensors"
-    return RuleError(
-        f"The rule {text!r} does not fit {of}{listed} -> {', '.join(str(list(s)) for s in results)}: {why}."
-    )
-
-
-def _operand_dims(
-    text: str, pattern: Pattern, slots: Mapping[str, tuple[int, ...]], n: int, eqn: Eqn | Shapes
-) -> list[tuple[Any, ...]]:
-    """The pattern of each operand slot; named operands that are absent are left out."""
-    if not any(name for name, _ in pattern.operands):
-        if len(pattern.operands) != n:
-            raise _misfit(text, eqn, f"it covers {len(pattern.operands)} tensor operands where there are {n}")
-        return [dims for _, dims in pattern.operands]
-    found = {slot: dims for name, dims in pattern.operands for slot in slots.get(name, ())}
-    uncovered = sorted(name for name, where in slots.items() if any(s not in found for s in where))
-    if uncovered:
-        raise _misfit(text, eqn, f"the tensor operand {uncovered[0]!r} has no letters")
-    return [found[slot] for slot in range(n)]
-
-
-def _expand(
-    text: str, eqn: Eqn | Shapes, sides: Sequence[tuple[Any, ...]], shapes: Sequence[Sequence[int]]
-) -> list[Dims]:
-    """`...` replaced by letters, shared by all and aligned to the right."""
-    lengths = []
-    for dims, shape in zip(sides, shapes):
-        extra = len(shape) - len(dims) + dims.count(ELLIPSIS)
-        if extra < 0 or (extra and ELLIPSIS not in dims):
-            raise _misfit(text, eqn, f"{spell(dims)!r} does not have the {len(shape)} dims of {list(shape)}")
-        lengths.append(extra)
-    taken = {x for dims in sides for d in dims if d != ELLIPSIS for x in d}
-    letters = fresh_letters(taken)
-    lead = [(next(letters),) for _ in range(max(lengths, default=0))]
-    out: list[Dims] = []
-    for dims, n in zip(sides, lengths):
-        at = dims.index(ELLIPSIS) if ELLIPSIS in dims else len(dims)
-        out.append((*dims[:at], *lead[len(lead) - n :], *dims[at + 1 :]))
-    return out
-
-
-def _sizes(
-    text: str,
-    eqn: Eqn | Shapes,
-    sides: Sequence[Dims],
-    shapes: Sequence[Sequence[int]],
-    given: Mapping[str, int],
-) -> dict[str, int]:
-    """The size of each letter. Dims of one letter first, then groups of which one size is unknown."""
-    sizes = dict(given)
-    dims = [(d, n) for side, shape in zip(sides, shapes) for d, n in zip(side, shape)]
-    for d, n in dims:
-        if len(d) == 1:
-            sizes[d[0]] = n if sizes.get(d[0], 1) == 1 else sizes[d[0]]
-    groups = [(d, n) for d, n in dims if len(d) > 1]
-    for _ in groups:
-        for d, n in groups:
-            unknown = [x for x in d if x not in sizes]
-            known = math.prod(sizes[x] for x in d if x in sizes)
-            if len(unknown) == 1 and known and n % known == 0:
-                sizes[unknown[0]] = n // known
-    for d, n in dims:
-        missing = [x for x in d if x not in sizes]
-        if missing:
-            raise _misfit(text, eqn, f"the sizes of {' and '.join(missing)} in {spell((d,))!r} are not known")
-        if n != math.prod(sizes[x] for x in d) and not (n == 1 and len(d) == 1):
-            raise _misfit(text, eqn, f"{spell((d,))!r} has size {math.prod(sizes[x] for x in d)} and {n}")
-    return sizes
-
-
-def _trim(dims: Dims, shape: Sequence[int]) -> Dims:
-    """`dims` with `()` where the tensor has size one, be it broadcast or not."""
-    return tuple(() if n == 1 else d for d, n in zip(dims, shape))
 
 
 # --- arguments --------------------------------------------------------------------------------------------------
