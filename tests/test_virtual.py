@@ -119,13 +119,7 @@ def test_ragged_pieces_of_flattened_dims(move: str) -> None:
     comm, start, to, held, expected = {
         "gather": (AllGather(("x",), 0, units=units, flat=flat), ragged, whole, pieces, [value] * 3),
         "slice": (Slice(("x",), 0, units=units, flat=flat), whole, ragged, [value] * 3, pieces),
-        "scatter": (
-            ReduceScatter(("x",), 0, units=units, flat=flat),
-            pending,
-            ragged,
-            [value / 4, value / 4, value / 2],
-            pieces,
-        ),
+        "scatter": (ReduceScatter(("x",), 0, units=units, flat=flat), pending, ragged, shares, pieces),
     }[move]
     hand = Hand(mesh)
     y = hand.op(comm, (hand.input("x", whole.shape, start),), hand.var("y", whole.shape, to))
