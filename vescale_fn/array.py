@@ -7,6 +7,7 @@ a cached one-operation pjit. Printing and reading numbers never communicate.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -123,10 +124,12 @@ class Array:
         return self._shards is None
 
     def take(self, name: str) -> list[torch.Tensor]:
-        """The local tensors; the Array is dead afterwards. `name` tells later users where it went."""
+        """The local tensors, for a program that may write into them; the Array is dead afterwards. Where somebody else
+        sees the memory of a part (another Array, a view that was handed out) a copy takes its place. `name` tells
+        later users where it went."""
         shards = self.shards
         self._shards, self._name = None, name
-        return shards
+        return [shards[i] if _is_sole_holder(shards, i) else shards[i].clone() for i in range(len(shards))]
 
     @property
     def addressable_shards(self) -> list[ArrayShard]:
@@ -270,6 +273,13 @@ class Array:
 
     def __ge__(self, other: Any) -> Any:
         return self._binary(torch.ge, self, other)
+
+
+def _is_sole_holder(shards: list[torch.Tensor], i: int) -> bool:
+    """Whether nothing but this list refers to its tensor i or to the storage below it."""
+    in_python = sys.getrefcount(shards[i])  # the list, and the argument of this very call
+    below = torch._C._storage_Use_Count(shards[i].untyped_storage()._cdata)  # the tensor, and the object just made
+    return in_python <= 2 and below <= 2
 
 
 def _values(t: torch.Tensor, most: int = 6) -> str:
