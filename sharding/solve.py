@@ -110,8 +110,8 @@ class _Solver:
         if eqn is not None and (not node.is_operation or is_view(eqn)):
             return [0.0] * len(strategies)
         if eqn is not None and rule is not None and is_heavy(eqn):
-            share = self.share.get(node, 1.0)
-            return [node.times * heavy_seconds(rule, share, s, n) for s in strategies]
+            share, nbytes = self.share.get(node, 1.0), sum(self.nbytes[v] for v in node.values)
+            return [node.times * heavy_seconds(rule, nbytes, share, s, n) for s in strategies]
         return [node.times * light_seconds(node.values, self.nbytes, s, n) for s in strategies]
 
     # --- the answer -------------------------------------------------------------------------------------------------

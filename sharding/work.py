@@ -1,6 +1,5 @@
 """What computing costs, in seconds of a model device. Only differences between layouts matter: heavy operations
-count far more where every rank repeats them than anything sent, so that a plan splits them whenever the user's
-shardings allow, at the sizes of tests as at real ones."""
+count far more where every rank repeats them, so that a plan splits them whenever the user's shardings allow."""
 
 from __future__ import annotations
 
@@ -17,7 +16,8 @@ FLOPS = 400e12  # per second
 MEMORY = 2.5e12  # bytes per second
 NETWORK = 200e9  # bytes per second
 LATENCY = 1e-8  # seconds per collective: decides only between equals, a real latency would make tests replicate
-REPEATED = 1e4
+REPEATED = 100.0  # how many times a heavy operation counts that every rank repeats
+MOVED = 4.0  # and how many times its tensors: splitting it must win at the sizes of tests too, where it takes no time
 FUSED = 1 / 6  # of what elementwise operations move when each runs alone
 
 _PRODUCTS = "mm bmm addmm baddbmm addbmm mv dot outer matmul linear einsum convolution"
@@ -44,10 +44,10 @@ def is_view(eqn: Eqn) -> bool:
     return isinstance(eqn.op, torch._ops.OpOverload) and eqn.op.is_view
 
 
-def heavy_seconds(rule: Rule, share: float, strategy: Strategy, n: int) -> float:
-    """`share`: the part of the work that other axes leave to a rank."""
+def heavy_seconds(rule: Rule, nbytes: float, share: float, strategy: Strategy, n: int) -> float:
+    """`nbytes`: of all its tensors; `share`: of its multiplications; as far as other axes leave them to a rank."""
     seconds = 2.0 * prod(rule.sizes.values()) / FLOPS * share
-    return seconds / n if strategy.letter else seconds * REPEATED
+    return seconds / n if strategy.letter else seconds * REPEATED + MOVED * (nbytes / NETWORK + LATENCY)
 
 
 def light_seconds(values: tuple[Var, ...], nbytes: dict[Var, float], strategy: Strategy, n: int) -> float:
