@@ -44,7 +44,7 @@ def _placement(layout: Layout, i: int) -> Placement:
     factor = state.pre // math.prod(n for p, n in _cut_before(layout, i) if p < state.pre)
     if state.uneven and (state.uneven != layout.shape[state.dim] or factor > 1):
         raise _refuse(layout, i, "DTensor cuts unequal shards in mesh order and in single rows")
-    if not state.uneven and any(s.uneven for _, s in layout.shards(state.dim)):
+    if not state.uneven and state.pre >= max(s.uneven for _, s in layout.shards(state.dim)) > 0:
         raise _refuse(layout, i, f"DTensor cannot cut a factor below unequal shards of dim {state.dim}")
     return ShardPlacement(state.dim) if factor == 1 else _StridedShard(state.dim, split_factor=factor)
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial as PartialPlacement
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from vescale_fn.sharding.bind import bind, spec_of
@@ -61,6 +62,30 @@ def test_placements_cut_the_same_rows(case: tuple[MeshShape, str, int]) -> None:
     assert from_placements(placements, (size,), mesh) == layout
 
 
+@pytest.mark.parametrize(
+    "text", ["a/dp b/tp", "a/tp b/dp", "a b~/(dp tp)", "a~/tp b~/dp", "a (3 b/dp)", "a/(tp dp) b", "a b"]
+)
+def test_local_shapes_and_offsets_are_those_that_dtensor_computes(text: str) -> None:
+    layout = bind(text, (8, 12), MESH)
+    for coords in MESH.all_coords():
+        shape, offset = _compute_local_shape_and_global_offset(
+            layout.shape, MESH.sizes, list(coords.values()), to_placements(layout)
+        )
+        assert layout.local_shape(coords) == tuple(shape)
+        if all(shape):  # where an empty shard starts means nothing
+            assert tuple(layout.intervals(d, coords)[0][0] for d in range(2)) == tuple(offset)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(0, 30))
+def test_uneven_shards_in_mesh_order_are_those_of_dtensor(sizes: list[int], size: int) -> None:
+    mesh = MeshShape(("x", "y", "z")[: len(sizes)], tuple(sizes))
+    layout = bind(f"b~/({' '.join(mesh.names)})", (size,), mesh)
+    placements = to_placements(layout)
+    for coords in mesh.all_coords():
+        assert rows_of(layout, coords) == dtensor_rows(placements, size, mesh, coords)
+    assert from_placements(placements, (size,), mesh) == layout
+
+
 @given(st.lists(st.sampled_from([None, 1, 1, 2, 3]), min_size=1, max_size=3), st.integers(0, 24), st.data())
 def test_placements_read_as_layouts_of_the_same_rows(factors: list[int | None], size: int, data: st.DataObject) -> None:
     sizes = tuple(data.draw(st.integers(1, 3)) for _ in factors)
@@ -85,6 +110,7 @@ def test_placements_read_as_layouts_of_the_same_rows(factors: list[int | None], 
         ("d (3 h/tp)", (4, 24), [Replicate(), _StridedShard(1, split_factor=3)]),
         ("b~/dp", (5,), [ShardPlacement(0), Replicate()]),
         ("b~/(dp tp)", (9,), [ShardPlacement(0), ShardPlacement(0)]),
+        ("b~/(dp tp)", (6,), [ShardPlacement(0), ShardPlacement(0)]),
         ("b {sum: dp, max: tp}", (3,), [PartialPlacement("sum"), PartialPlacement("max")]),
         ("", (), [Replicate(), Replicate()]),
     ],

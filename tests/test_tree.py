@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+import types
 from collections import OrderedDict, namedtuple
 from typing import Annotated, Any
 
 import pytest
+import torch
 import torch.utils._pytree as torch_pytree
 from hypothesis import given
 from hypothesis import strategies as st
@@ -123,6 +126,38 @@ def test_specs_of_annotations() -> None:
     with pytest.raises(TypeError) as e:
         specs_of(Tower)
     assert str(e.value) == "specs_of: Tower.blocks holds several nodes; pass a tree instead of the class."
+
+
+def test_specs_of_a_module_with_evaluated_annotations() -> None:
+    module = types.ModuleType("evaluated_annotations")
+    sys.modules[module.__name__] = module
+    source = """
+from typing import Any
+from vescale_fn.tree import pytree
+@pytree
+class Block:
+    w: "d f/tp"
+    b: "f"
+    n: "int"
+    other: Any
+@pytree
+class Model:
+    block: "Block"
+    head: Block
+"""
+    try:
+        exec(compile(source, "evaluated_annotations", "exec", dont_inherit=True), vars(module))
+        found = specs_of(module.Model)
+    finally:
+        del sys.modules[module.__name__]
+    assert flatten(found)[0] == ["d f/tp", "f", None, None] * 2
+
+
+def test_transforms_of_torch_take_dataclasses_apart() -> None:
+    block = Block(torch.tensor(2.0), torch.tensor(3.0), heads=5, scale=torch.tensor(1.0))
+    grads = torch.func.grad(lambda b: b.w * b.w * b.b * b.heads * b.scale)(block)
+    assert isinstance(grads, Block)
+    assert (float(grads.w), float(grads.b), grads.heads) == (60.0, 20.0, 5)
 
 
 def test_prefixes() -> None:
