@@ -8,6 +8,7 @@ nothing.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,21 +121,27 @@ def index_shard(
     x: Tensor, indices: Sequence[Tensor | None], owned: Sequence[Runs | None], sizes: Sequence[int]
 ) -> Tensor:
     """x[indices], where this rank holds `owned` of each indexed dim; None where the dim is whole, or not indexed."""
+    local, held = _local_indices(indices, owned, sizes)
+    if not all(runs is None or extent(runs) for runs in owned):
+        x = x.new_zeros([max(n, 1) for n in x.shape])
+    out: Tensor = aten.index.Tensor(x, local)
+    return out.masked_fill(~_indexed_mask(held, indices, x.dim()), 0)
+
+
+def _local_indices(
+    indices: Sequence[Tensor | None], owned: Sequence[Runs | None], sizes: Sequence[int]
+) -> tuple[list[Tensor | None], Tensor]:
+    """Local positions in each indexed dim, 0 for those held elsewhere, and which elements this rank holds."""
     local: list[Tensor | None] = []
-    held: Tensor | None = None
+    masks: list[Tensor] = []
     for index, runs, size in zip(indices, owned, sizes):
         if index is None or runs is None:
             local.append(index)
             continue
-        position, mine = local_positions(_wrapped(index, size), runs, size, elsewhere=0)
+        position, held = local_positions(_wrapped(index, size), runs, size, elsewhere=0)
         local.append(position)
-        held = mine if held is None else held & mine
-    if any(runs is not None and not extent(runs) for runs in owned):
-        x = x.new_zeros([max(n, 1) for n in x.shape])
-    out: Tensor = aten.index.Tensor(x, local)
-    if held is None:
-        return out
-    return out.masked_fill(~_indexed_mask(held, indices, x.dim()), 0)
+        masks.append(held)
+    return local, functools.reduce(torch.logical_and, masks)
 
 
 def _indexed_mask(held: Tensor, indices: Sequence[Tensor | None], rank: int) -> Tensor:
@@ -229,6 +236,8 @@ def index_put_shard(
     sizes: Sequence[int],
 ) -> Tensor:
     """torch.index_put onto the positions that this rank holds; see `index_shard` for `owned`."""
+    if accumulate:
+        return _index_put_added(x, indices, values, owned, sizes)
     local: list[Tensor | None] = []
     spared: list[int] = []
     for d, (index, runs, size) in enumerate(zip(indices, owned, sizes)):
@@ -238,9 +247,25 @@ def index_put_shard(
         local.append(local_positions(_wrapped(index, size), runs, size, elsewhere=extent(runs))[0])
         x = _with_spare(x, d)
         spared.append(d)
-    out: Tensor = aten.index_put.default(x, local, values, accumulate)
+    out: Tensor = aten.index_put.default(x, local, values)
     for d in spared:
         out = _without_spare(out, d)
+    return out
+
+
+def _index_put_added(
+    x: Tensor,
+    indices: Sequence[Tensor | None],
+    values: Tensor,
+    owned: Sequence[Runs | None],
+    sizes: Sequence[int],
+) -> Tensor:
+    """What is held elsewhere adds zero to position 0."""
+    local, held = _local_indices(indices, owned, sizes)
+    if not all(runs is None or extent(runs) for runs in owned):
+        return x.clone()
+    mine = torch.where(_indexed_mask(held, indices, x.dim()), values, values.new_zeros(()))
+    out: Tensor = aten.index_put.default(x, local, mine, True)
     return out
 
 
