@@ -13,12 +13,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
 SMALL = ["--layers", "1", "--width", "128", "--seq", "32", "--batch", "4", "--data", str(ROOT / "LICENSE")]
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def run(*args: str, launcher: list[str] | None = None) -> str:
     done = subprocess.run(
-        [sys.executable, *(launcher or []), SCRIPT, *SMALL, *args], capture_output=True, text=True, timeout=300
+        [sys.executable, *(launcher or []), SCRIPT, *SMALL, *args], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
