@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,14 +54,14 @@ class _Replay(Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """A sub-program is no torch operation: its operands are unwrapped, its results wrapped by hand."""
-        if not isinstance(target, (Scan, Call)):
+        if not isinstance(target, SubProgram):
             return super().call_function(target, args, kwargs)
         level = torch._C._functorch.maybe_current_level()
         assert level is not None
         like = self.current.meta["val"]
-        with outside_transforms():
+        with unseen():
             fakes = [torch.empty_like(v) for v in like]
-            record_call(self.tracer, target, [_unwrapped(a) for a in args], fakes)
+            record_call(self.tracer, target.op, [_unwrapped(a) for a in args], fakes)
         return [torch._C._functorch._wrap_functional_tensor(t, level) for t in fakes]
 
 
@@ -73,6 +74,18 @@ def _unwrapped(value: Any) -> Any:
 
 
 # ---- nodes of a trace under way
+
+
+@dataclass(frozen=True, eq=False)
+class SubProgram:
+    """The target of a node that stands for a sub-program: torch.fx wants a callable with a name."""
+
+    op: Scan | Call
+
+    __name__ = "sub_program"
+
+    def __call__(self, *operands: Any) -> Any:
+        raise NotImplementedError("a sub-program is evaluated from its Graph")
 
 
 def annotate(graph: torch.fx.Graph, source: Source, backward: bool) -> list[Node]:
@@ -92,15 +105,22 @@ def record_call(tracer: Any, op: Scan | Call, operands: Sequence[Any], results: 
 
     proxies = tuple(map(tracer.unwrap_proxy, operands))
     name = "scan" if isinstance(op, Scan) else op.name
-    proxy = tracer.create_proxy("call_function", op, proxies, {}, name=name)
+    proxy = tracer.create_proxy("call_function", SubProgram(op), proxies, {}, name=name)
     track_tensor_tree(list(results), proxy, constant=None, tracer=tracer)
 
 
 @contextlib.contextmanager
 def outside_transforms() -> Iterator[None]:
-    """Neither the transforms of torch.func nor any mode see what happens inside."""
+    """Neither the transforms of torch.func nor the dispatch modes see what happens inside."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with temporarily_clear_interpreter_stack(), _disable_current_modes(), torch._C.DisableTorchFunction():
+    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+        yield
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """Nobody sees what happens inside: no transform, no dispatch mode, no function mode."""
+    with outside_transforms(), torch._C.DisableTorchFunction():
         yield

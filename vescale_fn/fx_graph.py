@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from vescale_fn.dead_code import drop_dead
+from vescale_fn.functional import SubProgram
 from vescale_fn.sharding.graph import Eqn, Graph, Source, Var, vars_in
 
 aten = torch.ops.aten
@@ -112,7 +114,8 @@ class _Converter:
             return self.full(name, val, _FILLS[node.target](args), node.meta)
         if node.target is aten.copy.default:
             return self.copied(args[1], val, node.meta)
-        return self.emit(node.target, args, kwargs, name, val, node.meta)
+        op = node.target.op if isinstance(node.target, SubProgram) else node.target
+        return self.emit(op, args, kwargs, name, val, node.meta)
 
     def full(self, name: str, val: torch.Tensor, value: Any, meta: Mapping[str, Any]) -> Any:
         kwargs = {"dtype": val.dtype, "device": val.device}
@@ -149,14 +152,3 @@ def with_phases(eqns: Sequence[Eqn], backward: set[Eqn]) -> list[Eqn]:
     last = max((i for i, e in enumerate(eqns) if e in backward), default=len(eqns))
     phases = ["backward" if e in backward else "update" if i > last else "forward" for i, e in enumerate(eqns)]
     return [replace(e, phase=p) for e, p in zip(eqns, phases)]
-
-
-def drop_dead(graph: Graph) -> Graph:
-    """Equations that no output needs are dropped."""
-    alive = set(vars_in(graph.outputs))
-    kept = []
-    for e in reversed(graph.eqns):
-        if not alive.isdisjoint(e.outs):
-            alive.update(e.reads)
-            kept.append(e)
-    return Graph(graph.inputs, tuple(reversed(kept)), graph.outputs)

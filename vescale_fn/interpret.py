@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from vescale_fn.sharding.graph import Call, Graph, Scan, Var, map_vars
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, map_vars
+
+Evaluate = Callable[[Eqn, Sequence[Any], Mapping[str, Any]], list[Any]]
 
 
-def run_graph(graph: Graph, inputs: Sequence[Any]) -> list[Any]:
+def run_graph(graph: Graph, inputs: Sequence[Any], evaluate: Evaluate | None = None) -> list[Any]:
     """The outputs of `graph`: tensors, numbers, and the constants among its outputs.
+
+    evaluate: what computes the results of an equation, by default `evaluate_equation`.
 
     >>> from vescale_fn.trace import Aval, trace_flat
     >>> traced = trace_flat(lambda x: [x.sum() + 1, "done"], [Aval((3,), torch.float32)])
@@ -21,18 +25,18 @@ def run_graph(graph: Graph, inputs: Sequence[Any]) -> list[Any]:
     values: dict[Var, Any] = dict(zip(graph.inputs, inputs, strict=True))
     for e in graph.eqns:
         args, kwargs = map_vars(e.args, values.__getitem__), map_vars(e.kwargs, values.__getitem__)
-        results = evaluate(e.op, args, kwargs)
+        results = (evaluate or evaluate_equation)(e, args, kwargs)
         values.update(zip(e.outs, results, strict=True))
     return [values[v] if isinstance(v, Var) else v for v in graph.outputs]
 
 
-def evaluate(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The results of one operation, nested lists flattened."""
-    if isinstance(op, Call):
-        return run_graph(op.body, args)
-    if isinstance(op, Scan):
-        return run_scan(op, args)
-    return flat_results(op(*args, **kwargs))
+def evaluate_equation(e: Eqn, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The results of one equation, nested lists flattened."""
+    if isinstance(e.op, Call):
+        return run_graph(e.op.body, args)
+    if isinstance(e.op, Scan):
+        return run_scan(e.op, args)
+    return flat_results(e.op(*args, **kwargs))
 
 
 def run_scan(scan: Scan, operands: Sequence[Any]) -> list[Any]:

@@ -6,8 +6,10 @@ forward operation that made it.
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -55,9 +57,21 @@ class Lines:
     def __init__(self) -> None:
         self._first = self._next = torch.autograd._get_sequence_nr()
         self._lines: list[Source] = []
+        self._held: tuple[Source, bool] | None = None
+
+    @contextlib.contextmanager
+    def held_at(self, source: Source, backward: bool) -> Iterator[None]:
+        """Inside, every operation comes from this line: a graph traced before is being replayed."""
+        before, self._held = self._held, (source, backward)
+        try:
+            yield
+        finally:
+            self._held = before
 
     def locate(self) -> tuple[Source, bool]:
         """The source of the operation being dispatched, and whether it is part of a backward pass."""
+        if self._held is not None:
+            return self._held
         here = user_source()
         node = torch._C._current_autograd_node()
         if node is None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vescale_fn import trace_errors as errors
-from vescale_fn.functional import annotate, functionalized, outside_transforms, record_call, writes_in_place
+from vescale_fn.functional import annotate, functionalized, record_call, unseen, writes_in_place
 from vescale_fn.fx_graph import graph_of_fx, identifier
 from vescale_fn.sharding.graph import Graph, Var
 from vescale_fn.source import Lines, source_of_traceback
@@ -125,7 +125,8 @@ class Trace:
         self.lines = Lines()
         self._tracer: Any = None
         self._last_input: Any = None  # the last placeholder
-        self._lifted: dict[int, torch.Tensor] = {}  # by id of the captured value
+        self._lifted: dict[int, Any] = {}  # by id of the captured value
+        self._given: Mapping[int, Any] = {}
         self._owners: dict[int, str] = {}  # storages that the step must not write, and what to call them
 
     def run(
@@ -133,9 +134,18 @@ class Trace:
         fn: Callable[..., Sequence[Any]],
         avals: Sequence[Aval | float],
         names: Sequence[str],
-        static: frozenset[int],
+        static: frozenset[int] = frozenset(),
     ) -> tuple[Traced, frozenset[int]]:
         """Trace fn, with the floats in `static` as constants. Also returns the floats that were guarded on."""
+        token = _current.set(self)
+        try:
+            return self._run(fn, avals, names, static)
+        finally:
+            _current.reset(token)
+
+    def _run(
+        self, fn: Callable[..., Sequence[Any]], avals: Sequence[Any], names: Sequence[str], static: frozenset[int]
+    ) -> tuple[Traced, frozenset[int]]:
         from torch.fx.experimental.proxy_tensor import make_fx
 
         arguments = [a if i in static else self._example(a, names[i]) for i, a in enumerate(avals)]
@@ -166,6 +176,11 @@ class Trace:
     # ---- what the modes ask
 
     @property
+    def is_current(self) -> bool:
+        """Whether this is the innermost trace under way."""
+        return _current.get() is self
+
+    @property
     def graph(self) -> torch.fx.Graph:
         """The nodes recorded so far."""
         graph: torch.fx.Graph = self._tracer.graph
@@ -173,18 +188,31 @@ class Trace:
 
     def bring(self, value: Any) -> Any:
         """`value`, or the input that stands for it if it is a tensor or an Array from outside."""
-        if isinstance(value, torch.Tensor):
-            return self.lift(value) if self._is_foreign(value) else value
-        return self.lift(value) if hasattr(value, "addressable_shards") else value
+        if isinstance(value, (torch.Tensor, torch.SymFloat)):
+            foreign = self._is_foreign(value)
+        else:
+            foreign = hasattr(value, "addressable_shards")
+        if not foreign:
+            return value
+        return self._given[id(value)] if id(value) in self._given else self.lift(value)
 
-    def lift(self, value: Any) -> torch.Tensor:
-        """A new input that stands for `value`, a tensor or Array from outside."""
+    @contextlib.contextmanager
+    def substituting(self, given: Mapping[int, Any]) -> Iterator[None]:
+        """Inside, values from outside are replaced by others: `given` has them by id."""
+        before, self._given = self._given, {**self._given, **given}
+        try:
+            yield
+        finally:
+            self._given = before
+
+    def lift(self, value: Any) -> Any:
+        """A new input that stands for `value`, a tensor, number or Array from outside."""
         from torch.fx.experimental.proxy_tensor import track_tensor_tree
 
         if id(value) not in self._lifted:
             number = len(self.captured)
             self.captured.append(value)
-            with outside_transforms():
+            with unseen():
                 fake = self._example(aval_of(value), "")
                 self._own(fake, "a tensor that it captures")
                 with self.graph.inserting_after(self._last_input):
@@ -196,7 +224,7 @@ class Trace:
 
     def emit(self, op: Any, operands: Sequence[Any], results: Sequence[Aval]) -> list[torch.Tensor]:
         """One node for `op`, a sub-program, and the tensors that stand for its results."""
-        with outside_transforms():
+        with unseen():
             fakes = [self._example(a, "") for a in results]
             record_call(self._tracer, op, operands, fakes)
         annotate(self.graph, *self.lines.locate())
@@ -222,8 +250,10 @@ class Trace:
         if isinstance(value, torch.Tensor):
             self._owners[value.untyped_storage()._cdata] = what
 
-    def _is_foreign(self, tensor: torch.Tensor) -> bool:
-        base = tensor
+    def _is_foreign(self, value: torch.Tensor | torch.SymFloat) -> bool:
+        if isinstance(value, torch.SymFloat):
+            return value.node.shape_env is not self.mode.shape_env
+        base = value
         while torch._C._functorch.is_functorch_wrapped_tensor(base):
             base = torch._C._functorch.get_unwrapped(base)
         return getattr(base, "fake_mode", None) is not self.mode
@@ -236,7 +266,6 @@ class Trace:
         assert proxy_mode is not None
         self._tracer = proxy_mode.tracer
         self._last_input = self.graph._root.prev
-        token = _current.set(self)
         try:
             with Lift(self), Record(self):
                 yield
@@ -245,8 +274,6 @@ class Trace:
         except Exception as e:
             e.add_note(errors.during(self.fn_name, source_of_traceback(e.__traceback__)))
             raise
-        finally:
-            _current.reset(token)
 
     def _guarded(self, arguments: Sequence[Any]) -> frozenset[int]:
         """Float arguments on whose value the trace took a decision."""
@@ -256,8 +283,10 @@ class Trace:
         return frozenset(symbols[s] for g in env.guards for s in g.expr.free_symbols if s in symbols)
 
 
-def aval_of(value: Any) -> Aval:
-    """The Aval of a tensor or Array."""
+def aval_of(value: Any) -> Aval | float:
+    """The Aval of a tensor or Array; the value of a number."""
+    if isinstance(value, torch.SymFloat):
+        return float(value.node.hint)
     device = str(value.device) if isinstance(value, torch.Tensor) else value.mesh.device_of(0)
     return Aval(tuple(value.shape), value.dtype, device)
 

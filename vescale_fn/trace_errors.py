@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from vescale_fn.sharding.graph import Source
 
 
@@ -56,3 +58,33 @@ def float_became_static(fn: str, names: str) -> str:
 
 def bad_output(fn: str, index: int, kind: str) -> str:
     return f"{fn} returns a {kind} (leaf {index}). A step returns tensors, numbers, strings and None."
+
+
+# ---- scan
+
+
+def scan_extents(extents: Mapping[str, int | None]) -> str:
+    found = ", ".join(f"{p or 'xs'}: {'0-d' if n is None else n}" for p, n in extents.items()) or "nothing"
+    return (
+        f"vf.scan: all of xs must have the same extent along dim 0, the number of iterations, but found {found}. "
+        "Without xs, give length=."
+    )
+
+
+def empty_scan() -> str:
+    return "vf.scan: there is nothing to iterate over (0 iterations). Leave the loop out, or pass at least one slice."
+
+
+def scan_result(kind: str) -> str:
+    return f"vf.scan: the body returned a {kind}. It must return a pair (carry, y); y may be None."
+
+
+def carry_tree(before: object, after: object) -> str:
+    return f"vf.scan: the body got a carry of the form {before} and returned one of the form {after}. They must be equal."
+
+
+def carry_leaf(path: str, before: str, after: str) -> str:
+    return (
+        f"vf.scan: the carry {path or 'leaf'} goes into the body as {before} and comes out as {after}. Shape and dtype "
+        "must stay the same: convert the initial value, or the result."
+    )

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
-    """`tree` (nested tuples, lists and dicts of arguments) with fn applied to each tensor."""
-    if isinstance(tree, torch.Tensor):
+def map_values(tree: Any, fn: Callable[[Any], Any]) -> Any:
+    """`tree` (nested tuples, lists and dicts of arguments) with fn applied to each tensor and symbolic number."""
+    if isinstance(tree, (torch.Tensor, torch.SymFloat)):
         return fn(tree)
     if type(tree) in (tuple, list):
-        return type(tree)([map_tensors(t, fn) for t in tree])
+        return type(tree)([map_values(t, fn) for t in tree])
     if type(tree) is dict:
-        return {k: map_tensors(v, fn) for k, v in tree.items()}
+        return {k: map_values(v, fn) for k, v in tree.items()}
     return tree
 
 
@@ -40,7 +40,10 @@ class Lift(TorchFunctionMode):
         self.trace = trace
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*map_tensors(args, self.trace.bring), **map_tensors(kwargs or {}, self.trace.bring))
+        kwargs = kwargs or {}
+        if not self.trace.is_current:  # a sub-program is being traced
+            return func(*args, **kwargs)
+        return func(*map_values(args, self.trace.bring), **map_values(kwargs, self.trace.bring))
 
 
 class Record(TorchDispatchMode):
@@ -71,7 +74,7 @@ class Record(TorchDispatchMode):
 
         name = self.trace.fn_name
         if func is not aten.lift_fresh.default:
-            args, kwargs = map_tensors(args, self.trace.bring), map_tensors(kwargs, self.trace.bring)
+            args, kwargs = map_values(args, self.trace.bring), map_values(kwargs, self.trace.bring)
         try:
             return func(*args, **kwargs)
         except DataDependentOutputException:

@@ -1,0 +1,96 @@
+"""Splitting a joint graph: the forward part with the values that backward needs, and the backward part.
+
+An equation is forward when it does not depend on a cotangent. Views, numbers, and what depends on loop constants only
+are computed again in backward rather than kept for each iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import torch
+
+from vescale_fn.dead_code import drop_dead
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, map_vars, vars_in
+
+
+def split(
+    joint: Graph, num_results: int, cotangents: Collection[Var], constants: Collection[Var], remat: bool = False
+) -> tuple[Graph, Graph]:
+    """Forward graph and backward graph.
+
+    joint: maps primals and cotangents to the results (the first num_results outputs) and the gradients.
+    cotangents: inputs on which forward does not depend. constants: inputs that are the same in every iteration.
+    remat: backward computes everything again. The forward graph returns results, then residuals; the backward graph
+    takes all inputs of the joint graph, then residuals.
+    """
+    late = _dependents(joint, cotangents)
+    forward = [e for e in joint.eqns if e not in late]
+    gradients = joint.outputs[num_results:]
+    again = set(forward) if remat else _recomputed(forward, constants)
+    needed = _needed_before(joint, gradients, late | again)
+    residuals = list(dict.fromkeys(v for e in forward if e not in again for v in e.outs if v in needed))
+    results = (*joint.outputs[:num_results], *residuals)
+    primals = tuple(v for v in joint.inputs if v not in cotangents)
+    backward = tuple(e for e in joint.eqns if e in late or e in again)
+    return (
+        drop_dead(Graph(primals, tuple(forward), results)),
+        as_backward(drop_dead(Graph((*joint.inputs, *residuals), backward, gradients))),
+    )
+
+
+def as_backward(graph: Graph) -> Graph:
+    """The same graph with every equation in the backward phase."""
+    return replace(graph, eqns=tuple(replace(e, phase="backward") for e in graph.eqns))
+
+
+def fresh(graph: Graph) -> Graph:
+    """A copy that shares no Var and no equation, sub-programs included: a layout belongs to a Var."""
+    new: dict[Var, Var] = {v: replace(v) for v in (*graph.inputs, *(v for e in graph.eqns for v in e.outs))}
+    eqns = []
+    for e in graph.eqns:
+        e = e.with_args(new.__getitem__, tuple(new[v] for v in e.outs))
+        eqns.append(replace(e, op=replace(e.op, body=fresh(e.op.body))) if isinstance(e.op, (Scan, Call)) else e)
+    return Graph(tuple(new[v] for v in graph.inputs), tuple(eqns), map_vars(graph.outputs, new.__getitem__))
+
+
+def _dependents(graph: Graph, inputs: Collection[Var]) -> set[Eqn]:
+    """Equations that depend on any of `inputs`."""
+    reached, found = set(inputs), set()
+    for e in graph.eqns:
+        if not reached.isdisjoint(e.reads):
+            reached.update(e.outs)
+            found.add(e)
+    return found
+
+
+def _recomputed(forward: Sequence[Eqn], constants: Collection[Var]) -> set[Eqn]:
+    """Forward equations that backward runs again if it needs their results."""
+    constant, again = set(constants), set()
+    for e in forward:
+        if constant.issuperset(e.reads):
+            constant.update(e.outs)
+            again.add(e)
+        elif is_view(e) or not e.operands:
+            again.add(e)
+    return again
+
+
+def is_view(e: Eqn) -> bool:
+    """Whether the result is a view of the first operand."""
+    if e.op is torch.ops.aten._unsafe_view.default:
+        return True
+    if not isinstance(e.op, torch._ops.OpOverload):
+        return False
+    returns = e.op._schema.returns
+    return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+
+
+def _needed_before(joint: Graph, gradients: Sequence[object], later: set[Eqn]) -> set[Var]:
+    """Values that the equations in `later` read on the way to the gradients."""
+    needed = set(vars_in(tuple(gradients)))
+    for e in reversed(joint.eqns):
+        if e in later and not needed.isdisjoint(e.outs):
+            needed.update(e.reads)
+    return needed
