@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 
 from vescale_fn.sharding.candidates import Strategy
@@ -27,17 +27,13 @@ class AxisProblem:
     strategies: Mapping[Node, list[Strategy]]
     work: Mapping[Node, list[float]]
     nbytes: Mapping[Var, float]
-    _seconds: dict[tuple[State, State, float], float] = field(default_factory=dict)
 
-    def seconds(self, src: State, dst: State, nbytes: float) -> float:
-        """Of one conversion of a value that has `nbytes` when whole on this axis. Only what the user asked to be
-        partial is ever made so."""
-        key = (src, dst, nbytes)
-        if key not in self._seconds:
-            to = WHOLE if isinstance(dst, Partial) and not isinstance(src, Partial) else dst
-            sent = conversion_cost(src, to, nbytes, self.n)
-            self._seconds[key] = sent / NETWORK + LATENCY if sent or (src != dst and src != WHOLE) else 0.0
-        return self._seconds[key]
+    def seconds(self, v: Var, src: State, dst: State) -> float:
+        """Of one conversion of a value, all its runs together. The latency counts once: it keeps the program short."""
+        to = WHOLE if isinstance(dst, Partial) and not isinstance(src, Partial) else dst  # then one rank keeps it
+        if src == dst or (src == WHOLE and not isinstance(dst, Partial)):
+            return 0.0
+        return conversion_cost(src, to, self.nbytes[v], self.n) / NETWORK * self.problem.times[v] + LATENCY
 
     def can_convert(self, v: Var, src: State, dst: State) -> bool:
         """Whether a value may be brought from one state into another."""
@@ -75,11 +71,11 @@ class AxisProblem:
         return isinstance(t, Shard) and (src == WHOLE or WHOLE in wanted)
 
     def _sum(self, v: Var, pairs: Iterable[tuple[State, State]]) -> float:
-        return sum(self.seconds(s, t, self.nbytes[v]) if self.can_convert(v, s, t) else inf for s, t in pairs)
+        return sum(self.seconds(v, s, t) if self.can_convert(v, s, t) else inf for s, t in pairs)
 
     def value_cost(self, choice: Choice, v: Var) -> float:
         """Seconds spent on converting one value."""
-        return self._sum(v, self.conversions(choice, v)) * self.problem.times[v]
+        return self._sum(v, self.conversions(choice, v))
 
     def cost(self, choice: Choice) -> float:
         """Seconds of a choice: work and conversions. Infinite if a value cannot be had as it is wanted."""

@@ -124,8 +124,7 @@ class _Model:
         for s, when in made.items():
             if s == t or (s == WHOLE and isinstance(t, Shard)) or not self.axis.can_convert(v, s, t):
                 continue
-            seconds = self.axis.seconds(s, t, self.axis.nbytes[v]) * self.axis.problem.times[v]
-            e = self.variable(seconds * len(values) / LATENCY + tie, False)
+            e = self.variable(self.axis.seconds(v, s, t) * len(values) / LATENCY + tie, False)
             if when.terms:
                 self.rows.append(({e: 1.0, **dict.fromkeys(when.terms, -1.0)}, -np.inf, 0.0))
             out.append(e)

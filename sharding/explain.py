@@ -87,7 +87,7 @@ def _reason(problem: AxisProblem, choice: Choice, v: Var) -> str:
 
 def _conversion(problem: AxisProblem, choice: Choice, v: Var, src: State, dst: State) -> str:
     """`partial sum -> whole for aten.mm at f.py:3 (1.20 us)`."""
-    cost = _time(problem.seconds(src, dst, problem.nbytes[v]) * problem.problem.times[v])
+    cost = _time(problem.seconds(v, src, dst))
     user = next((u for u, i in problem.problem.users[v] if problem.chosen(choice, u).operands[i] == dst), None)
     return f"{src} -> {dst} for {_user_text(user)} ({cost})"
 

@@ -39,7 +39,7 @@ def _greedy(axis: AxisProblem) -> dict[Node, int]:
             known = [(v, src, dst) for v, src, dst in pairs if src is not None and src != dst]
             if not all(axis.can_convert(v, src, dst) for v, src, dst in known):
                 return inf
-            return axis.work[node][k] + sum(axis.seconds(src, dst, axis.nbytes[v]) for v, src, dst in known)
+            return axis.work[node][k] + sum(axis.seconds(v, src, dst) for v, src, dst in known)
 
         choice[node] = min(range(len(axis.strategies[node])), key=cost)
         made.update(zip(node.results, axis.chosen(choice, node).results))

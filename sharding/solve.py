@@ -14,7 +14,7 @@ from vescale_fn.sharding.choice import AxisProblem, Choice
 from vescale_fn.sharding.classes import classes_of, each_alone
 from vescale_fn.sharding.exact import NoSolution, solve_exact
 from vescale_fn.sharding.fallback import solve_locally
-from vescale_fn.sharding.graph import Eqn, Graph, Var
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Var
 from vescale_fn.sharding.intent import Seeds, strategies_within
 from vescale_fn.sharding.layout import Layout, Ragged, Shard, State
 from vescale_fn.sharding.mesh import MeshShape
@@ -104,10 +104,10 @@ class _Solver:
         return check
 
     def work(self, node: Node, strategies: Sequence[Strategy], n: int) -> list[float]:
-        """Seconds of each strategy of a node, all its runs together. Inputs and outputs count as if they were copied:
-        where nothing else decides, a rank holds less rather than more."""
+        """Seconds of each strategy of a node, all its runs together. Inputs, outputs and what a loop reads and stacks
+        count as if they were copied: where nothing else decides, a rank holds less rather than more."""
         eqn, rule = node.eqn, node.rule
-        if eqn is not None and (not node.is_operation or is_view(eqn)):
+        if eqn is not None and (is_view(eqn) or isinstance(eqn.op, Call) or node.layout is not None):
             return [0.0] * len(strategies)
         if eqn is not None and rule is not None and is_heavy(eqn):
             share, nbytes = self.share.get(node, 1.0), sum(self.nbytes[v] for v in node.values)
