@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -85,12 +86,12 @@ class Eqn:
     source: Source = field(default_factory=Source)
     phase: Phase = "forward"
 
-    @property
+    @cached_property
     def operands(self) -> tuple[Var, ...]:
         """Tensor operands in slot order: args first, then kwargs, lists flattened, repeats kept."""
         return tuple(v for v in vars_in((self.args, self.kwargs)) if v.is_tensor)
 
-    @property
+    @cached_property
     def reads(self) -> tuple[Var, ...]:
         """All operands, numbers included."""
         return tuple(vars_in((self.args, self.kwargs)))

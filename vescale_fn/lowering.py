@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,7 @@ def lower(name: str, traced: Traced, request: Request) -> Lowered:
 
     extra = {**UPDATE_RULES, **registered_rules(), **request.rules}
 
+    @cache
     def rule(e: Eqn) -> Rule | None:
         return rule_for(e, extra)
 
