@@ -238,6 +238,57 @@ def test_only_memory_that_nobody_reads_is_overwritten() -> None:
     assert overwritten(donated=(0,)) == (True, False, True)
 
 
+def late(*ops: Any, read: bool = True) -> list[str]:
+    """The lines of a step in which a collective on x is followed by operations on x and by one on its result."""
+    hand = Hand(MESH)
+    x, y = hand.input("x", (4,), {"dp": Partial()}), hand.input("y", (4,))
+    z = hand.op(AllReduce(("dp",)), (x,), hand.like(x, "z", dp=WHOLE))
+    for i, (op, operand) in enumerate(ops):
+        hand.op(op, ({"x": x, "y": y}[operand],), hand.like(y, f"w{i}"))
+    if read:
+        z = hand.op(aten.neg.default, (z,), hand.like(z, "n"))
+    return [line.strip() for line in generate(hand.program(z)).source.splitlines()[2:-1]]
+
+
+def test_a_collective_ends_when_its_result_is_needed() -> None:
+    assert late((aten.neg.default, "y")) == [
+        "pending_0, = yield start_all_reduce_0, (x,); del x",
+        "w0 = aten_neg(y); del y, w0",
+        "z, = yield wait_all_reduce_0, (pending_0,); del pending_0",
+        "n = aten_neg(z); del z",
+    ]
+    assert late((aten.neg.default, "y"), read=False)[-1] == "z, = yield wait_all_reduce_0, (pending_0,); del pending_0"
+    assert late()[0] == "z, = yield all_reduce_0, (x,); del x"
+
+
+def test_a_collective_ends_before_its_operand_is_written() -> None:
+    before, after = (aten.neg.default, "y"), (aten.neg.default, "y")
+    assert late(before, (aten.neg_.default, "x"), after)[2].startswith("z, = yield wait")
+    assert late(before, (bool, "x"), after)[2].startswith("z, = yield wait")  # a function may do anything
+    assert late(before, (aten.neg.default, "x"), after)[3].startswith("w2 = ")
+
+
+def test_late_collectives_give_the_same_values() -> None:
+    hand = Hand(MESH)
+    x = hand.input("x", (4,), {"dp": Partial()})
+    z = hand.op(AllReduce(("dp",)), (x,), hand.like(x, "z", dp=WHOLE))
+    w = hand.op(aten.neg.default, (x,), hand.like(x, "w"))
+    s = hand.op(aten.add.Tensor, (z, w), hand.like(x, "s"))
+    got = run(hand.program(s), [[torch.full((4,), float(r)) for r in range(4)]])
+    assert [row[0][0].item() for row in got] == [2.0, 3.0, 0.0, 1.0]
+
+
+def test_the_ambient_context_changes_nothing() -> None:
+    """Gradients are part of the program, and so are the casts of autocast."""
+    hand = Hand(MESH)
+    x = hand.input("x", (4, 4), dtype=torch.float32)
+    program = hand.program(hand.op(aten.mm.default, (x, x), hand.like(x, "y")))
+    with torch.autocast("cpu", torch.bfloat16), torch.enable_grad():
+        ((y,), *_) = run(program, [[torch.ones(4, 4, requires_grad=True)] * 4])
+    assert y.dtype == torch.float32
+    assert not y.requires_grad
+
+
 def test_equal_programs_have_equal_fingerprints() -> None:
     assert generate(scan(3)).fingerprint == generate(scan(3)).fingerprint
     assert generate(scan(3)).fingerprint != generate(scan(4)).fingerprint

@@ -5,6 +5,12 @@ operation directly, drops every value after its last use, and hands each collect
 
     y, = yield all_reduce_3, (x,)
 
+or, where there is work to do before the result is needed,
+
+    pending, = yield start_all_reduce_3, (x,)
+    ...
+    y, = yield wait_all_reduce_3, (pending,)
+
 `k` holds what differs from rank to rank (uneven extents, coordinates, the device); what all ranks share stands in
 the text. Sub-programs are functions of their own, entered with `yield from`; loops stay loops.
 """
@@ -24,11 +30,11 @@ from typing import Any
 import torch
 
 from vescale_fn.engines.kernels import own_slice, to_partial
-from vescale_fn.liveness import last_uses, overwritable
+from vescale_fn.liveness import last_uses, overwritable, waits
 from vescale_fn.program import AxisIndex, LocalDim, Owned, Program, bind_constant
 from vescale_fn.sharding.comm import COLLECTIVES, Slice, ToPartial
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, op_name, vars_in
-from vescale_fn.site import Constant, Cut, Device, Site, bind_to_rank, same_everywhere
+from vescale_fn.site import Constant, Cut, Device, Site, Start, Wait, bind_to_rank, same_everywhere
 from vescale_fn.text import comm_name
 
 
@@ -138,7 +144,8 @@ class _Module:
             self.constants.append(c)
         return f"k[{slot}]"
 
-    def site(self, e: Eqn, may_overwrite: tuple[bool, ...]) -> str:
+    def site(self, e: Eqn, may_overwrite: tuple[bool, ...]) -> Site:
+        """A collective, known to the text by its name."""
         layouts = self.program.layouts
         name = self.fresh(f"{comm_name(e.op)}_{len(self.sites)}")
         ins, outs = tuple(layouts[v] for v in e.operands), tuple(layouts[v] for v in e.outs)
@@ -146,6 +153,12 @@ class _Module:
         dtypes = tuple(v.dtype for v in e.outs)
         self.names[name] = site = Site(len(self.sites), name, e.op, ins, outs, dtypes, may_overwrite, where)
         self.sites.append(site)
+        return site
+
+    def bind(self, name: str, thing: Any) -> str:
+        """A global name of the text for something of its own."""
+        name = self.fresh(name)
+        self.names[name] = thing
         return name
 
     def body(self, graph: Graph, name: str) -> tuple[str, bool]:
@@ -166,13 +179,16 @@ class _Function:
     lines: list[str] = field(default_factory=list)
     local: dict[Var, str] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
+    reuse: Mapping[Eqn, tuple[bool, ...]] = field(default_factory=dict)  # see `overwritable`
+    ends: Mapping[Eqn, int] = field(default_factory=dict)  # see `waits`
+    pending: dict[int, list[tuple[Eqn, Site, str, tuple[Var, ...]]]] = field(default_factory=dict)  # by where they end
     communicates: bool = False
 
     def emit(self) -> bool:
         """Write the function into the module. Returns whether it is a generator."""
         program = self.module.program
         owned = frozenset(program.graph.inputs[i] for i in program.donated) if self.name == "step" else frozenset()
-        reuse, dying = overwritable(self.graph, owned), last_uses(self.graph)
+        self.reuse, self.ends, dying = overwritable(self.graph, owned), waits(self.graph), last_uses(self.graph)
         if self.graph.inputs:
             self.line(f"{_targets(map(self.define, self.graph.inputs))} = args; args.clear()")
         self.drop(dying.get(-1, ()))
@@ -181,7 +197,9 @@ class _Function:
             if e.phase != phase:
                 phase = e.phase
                 self.lines.append(f"    # {phase}")
-            self.equation(e, reuse.get(e, ()), dying.get(i, ()))
+            self.finish(i)
+            self.equation(e, dying.get(i, ()))
+        self.finish(len(self.graph.eqns))
         self.line(f"return [{', '.join(map(self.text, self.graph.outputs))}]")
         self.module.functions.append("\n".join([f"def {self.name}(args, k):", *self.lines]))
         return self.communicates
@@ -206,27 +224,43 @@ class _Function:
                 f"{code.rstrip() + '; del ' + names:<80}{mark}{comment}" if mark else f"{code}; del {names}"
             )
 
-    def equation(self, e: Eqn, may_overwrite: tuple[bool, ...], dying: tuple[Var, ...]) -> None:
+    def equation(self, e: Eqn, dying: tuple[Var, ...]) -> None:
         match e.op:
             case Scan():
                 self.scan(e, dying)
             case Call():
                 self.call(e, dying)
+            case _ if isinstance(e.op, COLLECTIVES):
+                self.collective(e, dying)
             case _:
-                self.line(self.simple(e, may_overwrite), e)
+                call = self.local_comm(e) if isinstance(e.op, (Slice, ToPartial)) else self.call_text(e)
+                names = [self.define(v) for v in e.outs]
+                several = len(names) > 1 or _returns_list(e.op)
+                self.line(f"{_targets(names) if several else names[0]} = {call}" if names else call, e)
                 self.drop(dying)
 
-    def simple(self, e: Eqn, may_overwrite: tuple[bool, ...]) -> str:
-        """One line of code for an equation without a body."""
-        if isinstance(e.op, COLLECTIVES):
-            self.communicates = True
-            operands = f"({', '.join(map(self.text, e.operands))},)"
-            site = self.module.site(e, may_overwrite)
-            return f"{_targets(map(self.define, e.outs))} = yield {site}, {operands}"
-        call = self.local_comm(e) if isinstance(e.op, (Slice, ToPartial)) else self.call_text(e)
-        several = len(e.outs) > 1 or _returns_list(e.op)
-        names = [self.define(v) for v in e.outs]
-        return f"{_targets(names) if several else names[0]} = {call}" if names else call
+    def collective(self, e: Eqn, dying: tuple[Var, ...]) -> None:
+        """A collective, or its start when it ends later."""
+        self.communicates = True
+        operands = f"({', '.join(map(self.text, e.operands))},)"
+        site = self.module.site(e, self.reuse[e])
+        if e not in self.ends:
+            self.line(f"{_targets(map(self.define, e.outs))} = yield {site.name}, {operands}", e)
+            self.drop(dying)
+            return
+        pending = self.module.fresh(f"pending_{site.index}")
+        start = self.module.bind(f"start_{site.name}", Start(site))
+        self.line(f"{pending}, = yield {start}, {operands}", e)
+        self.drop(v for v in dying if v not in e.outs)
+        unread = tuple(v for v in dying if v in e.outs)
+        self.pending.setdefault(self.ends[e], []).append((e, site, pending, unread))
+
+    def finish(self, i: int) -> None:
+        """Wait for the collectives that must end before equation i."""
+        for e, site, pending, unread in self.pending.pop(i, ()):
+            wait = self.module.bind(f"wait_{site.name}", Wait(site))
+            self.line(f"{_targets(map(self.define, e.outs))} = yield {wait}, ({pending},); del {pending}", e)
+            self.drop(unread)
 
     def call_text(self, e: Eqn) -> str:
         arguments = [self.text(a) for a in e.args] + [f"{n}={self.text(a)}" for n, a in e.kwargs.items()]

@@ -18,6 +18,7 @@ from vescale_fn.inline import Inliner
 from vescale_fn.program import Program
 from vescale_fn.sharding.layout import Layout
 from vescale_fn.sharding.mesh import MeshShape
+from vescale_fn.site import Start, Wait
 from vescale_fn.text import value_text
 
 _HEAD = '''"""One rank's part of a step on mesh {mesh}, with explicit collectives; the same file runs on every rank.
@@ -109,6 +110,8 @@ class _Writer:
             return self.inliner.add(thing)
         if isinstance(thing, MeshShape):
             return "MESH"
+        if isinstance(thing, (Start, Wait)):
+            return f"{self.inliner.add(type(thing))}({thing.site.name})"
         if isinstance(thing, Layout):
             self.plain(thing)
             return self.layouts.setdefault(thing, f"L{len(self.layouts)}")

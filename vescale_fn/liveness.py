@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vescale_fn.sharding.comm import COLLECTIVES, Slice
+from vescale_fn.sharding.comm import COLLECTIVES, COMMS, Slice
 from vescale_fn.sharding.graph import Eqn, Graph, Var, vars_in
 
 
@@ -55,6 +55,28 @@ def sole_readers(graph: Graph, eqns: Iterable[Eqn], owned_inputs: frozenset[Var]
         )
 
     return {e: dying(e) for e in eqns}
+
+
+def waits(graph: Graph) -> dict[Eqn, int]:
+    """Collectives with local work between their start and the first need of their results, and the equation before
+    which each must be finished: one that reads a result, or that may write to an operand."""
+    family = _families(graph)
+    found = {}
+    for i, e in enumerate(graph.eqns):
+        if isinstance(e.op, COLLECTIVES):
+            results, operands = set(e.outs), {family[v] for v in e.operands}
+            later = range(i + 1, len(graph.eqns))
+            end = next((j for j in later if _needs(graph.eqns[j], results, operands, family)), len(graph.eqns))
+            if any(not isinstance(x.op, COLLECTIVES) for x in graph.eqns[i + 1 : end]):
+                found[e] = end
+    return found
+
+
+def _needs(e: Eqn, results: set[Var], operands: set[Var], family: Mapping[Var, Var]) -> bool:
+    if not results.isdisjoint(e.reads):
+        return True
+    writes = e.op._schema.is_mutable if isinstance(e.op, torch._ops.OpOverload) else not isinstance(e.op, COMMS)
+    return writes and any(family[v] in operands for v in e.operands)
 
 
 def _families(graph: Graph) -> Mapping[Var, Var]:

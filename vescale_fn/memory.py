@@ -21,7 +21,7 @@ from vescale_fn.codegen import Code, generate
 from vescale_fn.engines.virtual import VirtualExecutable
 from vescale_fn.program import Program
 from vescale_fn.sharding.graph import Var
-from vescale_fn.site import Site
+from vescale_fn.site import Site, Start, Wait
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,17 @@ def _run_alone(code: Code, inputs: list[Any], coords: Mapping[str, int]) -> list
     answer = None
     while code.communicates:
         try:
-            site, _ = run.send(answer)
+            what, operands = run.send(answer)
         except StopIteration as stop:
             run = stop.value
             break
-        shapes = [x.local_shape(coords) for x in site.outs]
-        answer = iter([torch.empty(s, dtype=d) for s, d in zip(shapes, site.dtypes)])
+        if isinstance(what, Wait):
+            answer = iter(operands[0])
+            continue
+        site = what.site if isinstance(what, Start) else what
+        outs = [torch.empty(x.local_shape(coords), dtype=d) for x, d in zip(site.outs, site.dtypes)]
+        answer = iter([outs] if isinstance(what, Start) else outs)
+        del outs, operands
     results: list[Any] = run
     return results
 

@@ -46,6 +46,20 @@ class Site:
         return f"{self.name} = {self.comm}" + (f" ({self.where})" if self.where else "")
 
 
+@dataclass(frozen=True, eq=False)
+class Start:
+    """Begins a collective. Its answer is what `Wait` takes."""
+
+    site: Site
+
+
+@dataclass(frozen=True, eq=False)
+class Wait:
+    """Ends a collective. Its answer is the results."""
+
+    site: Site
+
+
 @dataclass(frozen=True)
 class Cut:
     """Start and length, on this rank, of its own digit of a whole dim; see `Slice`. Binds to (start, length)."""

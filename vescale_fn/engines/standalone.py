@@ -13,7 +13,7 @@ from vescale_fn.engines.kernels import Group
 from vescale_fn.engines.routes import shapes_of
 from vescale_fn.engines.transport import Team, Wire
 from vescale_fn.sharding.mesh import MeshShape
-from vescale_fn.site import Constant, Site, bind_to_rank
+from vescale_fn.site import Constant, Site, Start, Wait, bind_to_rank
 
 Step = Callable[[list[Any], tuple[Any, ...]], Any]
 
@@ -30,12 +30,17 @@ def run_rank(
     answer = None
     while True:
         try:
-            site, xs = run.send(answer)
+            what, xs = run.send(answer)
         except StopIteration as stop:
             results: list[Any] = stop.value
             return results
+        if isinstance(what, Wait):
+            answer = iter(xs[0]()[0])
+            continue
+        site = what.site if isinstance(what, Start) else what
         team, groups, shapes = routes[site.index]
-        answer = iter(team.run(site.comm, groups, shapes, [xs], site.overwritable)[0])
+        finish = team.start(site.comm, groups, shapes, [xs], site.overwritable)
+        answer = iter([finish] if isinstance(what, Start) else finish()[0])
 
 
 def _route(site: Site, team: Team) -> tuple[Team, list[Group], list[Any]]:

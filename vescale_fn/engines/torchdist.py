@@ -99,7 +99,7 @@ class TorchDistEngine:
 @dataclass(frozen=True, eq=False)
 class Route:
     """How one collective runs for one group of ranks. `local`: positions of its members among this process's ranks.
-    `groups` and `shapes`: see `Team.run`."""
+    `groups` and `shapes`: see `Team.start`."""
 
     team: Team
     local: tuple[int, ...]
@@ -143,11 +143,20 @@ class TorchDistExecutable(LockStep):
         groups = tuple(site.group(site.mesh.coords(ranks[0]), k) for k in range(len(site.outs)))
         return Route(team, local, groups, tuple(shapes_of(site, k, g) for k, g in enumerate(groups)))
 
-    def exchange(self, site: Site, operands: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        results: list[list[Tensor]] = [[]] * len(operands)
+    def start(self, site: Site, operands: Sequence[Sequence[Tensor]]) -> list[Any]:
+        started = []
         for route in self.routes[site]:
             mine = [operands[i] for i in route.local]
-            outs = route.team.run(site.comm, route.groups, route.shapes, mine, site.overwritable)
-            for i, out in zip(route.local, outs):
+            start = route.team.start(site.comm, route.groups, route.shapes, mine, site.overwritable)
+            started.append((route.local, start))
+        return [started] * len(operands)
+
+    def finish(self, site: Site, pending: Sequence[Any]) -> list[list[Tensor]]:
+        results: list[list[Tensor]] = [[]] * len(pending)
+        for local, finish in pending[0]:
+            for i, out in zip(local, finish()):
                 results[i] = out
         return results
+
+    def exchange(self, site: Site, operands: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        return self.finish(site, self.start(site, operands))

@@ -25,9 +25,13 @@ CARRIED |= {torch.int64, torch.int32, torch.int8, torch.uint8}
 SMALL = 1 << 14  # elements below which one gather beats a scatter followed by a gather
 
 
+Results = Callable[[], list[list[Tensor]]]  # waits; [local member][operand]
+
+
 @dataclass(frozen=True, eq=False)
 class Wire:
-    """Flat buffers between the processes of one group. `group` is None when this process is alone.
+    """Flat buffers between the processes of one group. `group` is None when this process is alone. Each method starts
+    a transfer and returns a function that waits for it and returns what arrived.
 
     wait: waits for the work of an asynchronous collective.
     """
@@ -37,35 +41,47 @@ class Wire:
     group: Any = None
     wait: Callable[[Any], Any] = lambda work: work.wait()
 
-    def swap(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+    def swap(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> Callable[[], list[Tensor]]:
         """parts[p] goes to process p; `lengths` are those of what comes back, one buffer from each process."""
         if self.group is None:
-            return list(parts)
+            return lambda: list(parts)
         send = _carried(torch.cat(list(parts)))
         unit = _unit(parts[0].dtype)
         out = send.new_empty(sum(lengths) * unit)
         sizes = [n * unit for n in lengths]
-        self.wait(dist.all_to_all_single(out, send, sizes, [p.numel() * unit for p in parts], self.group, True))
-        return list(torch.split(out.view(parts[0].dtype), list(lengths)))
+        work = dist.all_to_all_single(out, send, sizes, [p.numel() * unit for p in parts], self.group, True)
+        dtype = parts[0].dtype
 
-    def gather(self, mine: Tensor, lengths: Sequence[int]) -> Tensor:
+        def finish() -> list[Tensor]:
+            self.wait(work)
+            return list(torch.split(out.view(dtype), list(lengths)))
+
+        return finish
+
+    def gather(self, mine: Tensor, lengths: Sequence[int]) -> Callable[[], Tensor]:
         """The buffers of all processes, one after the other; `lengths` says how long each is."""
         if self.group is None:
-            return mine
+            return lambda: mine
         longest = max(lengths)
         if mine.numel() < longest:
             mine = torch.cat([mine, mine.new_empty(longest - mine.numel())])
         send = _carried(mine)
         out = send.new_empty(self.size * send.numel())
-        self.wait(dist.all_gather_into_tensor(out, send, self.group, True))
-        out = out.view(mine.dtype)
-        if min(lengths) == longest:
-            return out
-        return torch.cat([p[:n] for p, n in zip(torch.split(out, [longest] * self.size), lengths)])
+        work, dtype = dist.all_gather_into_tensor(out, send, self.group, True), mine.dtype
 
-    def add(self, x: Tensor) -> None:
+        def finish() -> Tensor:
+            self.wait(work)
+            got = out.view(dtype)
+            if min(lengths) == longest:
+                return got
+            return torch.cat([p[:n] for p, n in zip(torch.split(got, [longest] * self.size), lengths)])
+
+        return finish
+
+    def add(self, x: Tensor) -> Callable[[], None]:
         """x becomes the sum over all processes, in an order that the library chooses."""
-        self.wait(dist.all_reduce(x, dist.ReduceOp.SUM, self.group, True))
+        work = dist.all_reduce(x, dist.ReduceOp.SUM, self.group, True)
+        return lambda: self.wait(work)
 
 
 def _carried(flat: Tensor) -> Tensor:
@@ -101,44 +117,44 @@ class Team:
     def on(self, process: int) -> list[int]:
         return [m for m, owner in enumerate(self.owners) if owner == process]
 
-    def run(
+    def start(
         self,
         comm: Collective,
         groups: Sequence[Group],
-        shapes: Sequence[Sequence[tuple[int, ...]]],
+        shapes: Sequence[Any],
         operands: Sequence[Sequence[Tensor]],
         overwritable: Sequence[bool],
-    ) -> list[list[Tensor]]:
-        """Results [local member][operand] of a collective, for operands [local member][operand]. `groups` and `shapes`
-        describe each operand, `shapes` as every member holds it. Operands of one dtype travel together."""
-        results: list[list[Any]] = [[None] * len(groups) for _ in operands]
+    ) -> Results:
+        """Begin a collective on operands [local member][operand]; call what is returned for its results, in the same
+        order. `groups` and `shapes` describe each operand, see `routes`. Operands of one dtype travel together."""
+        started: list[tuple[list[int], Results]] = []
         for same in _by_dtype(operands[0]):
             xs = [[row[k] for k in same] for row in operands]
             if isinstance(comm, AllReduce):
-                outs = self.all_reduce(comm, xs, all(overwritable[k] for k in same))
+                finish = self.all_reduce(comm, xs, all(overwritable[k] for k in same))
             elif isinstance(comm, AllGather):
-                outs = self.all_gather(comm, [groups[k] for k in same], [shapes[k] for k in same], xs)
+                finish = self.all_gather(comm, [groups[k] for k in same], [shapes[k] for k in same], xs)
             else:
-                outs = self.exchange(comm, [groups[k] for k in same], [shapes[k] for k in same], xs)
-            for row, out in zip(results, outs):
-                for k, x in zip(same, out):
-                    row[k] = x
-        return results
+                finish = self.exchange(comm, [groups[k] for k in same], [shapes[k] for k in same], xs)
+            started.append((same, finish))
+        return lambda: _in_slots([(same, finish()) for same, finish in started], len(groups))
 
-    def all_reduce(self, comm: AllReduce, xs: Sequence[Sequence[Tensor]], overwrite: bool) -> list[list[Tensor]]:
+    def all_reduce(self, comm: AllReduce, xs: Sequence[Sequence[Tensor]], overwrite: bool) -> Results:
         first = xs[0]
+        shapes = [x.shape for x in first]
         if len(first) == 1 and self.native(comm, first[0]):
             out = first[0] if overwrite and first[0].is_contiguous() else _copy(first[0])
-            self.wire.add(out)
-            return [[out]]
+            return _after(self.wire.add(out), [[out]])
         flats = [torch.cat([x.reshape(-1) for x in row]) for row in xs]
         if self.native(comm, flats[0]):
-            self.wire.add(flats[0])
-            totals = flats
-        else:
-            total = self.total(comm, flats)
-            totals = [total, *(total.clone() for _ in xs[1:])]
-        return [_unflatten(t, [x.shape for x in first]) for t in totals]
+            return _after(self.wire.add(flats[0]), [_unflatten(flats[0], shapes)])
+        total = self.total(comm, flats)
+
+        def finish() -> list[list[Tensor]]:
+            flat = total()
+            return [_unflatten(flat if i == 0 else flat.clone(), shapes) for i in range(len(xs))]
+
+        return finish
 
     def native(self, comm: AllReduce, x: Tensor) -> bool:
         """Whether the library's own sum does. Its max and min may lose NaN."""
@@ -146,21 +162,26 @@ class Team:
         alone = self.wire.group is not None and self.size == self.wire.size
         return alone and not exact and comm.kind == "sum" and x.dtype in CARRIED
 
-    def total(self, comm: AllReduce, flats: Sequence[Tensor]) -> Tensor:
+    def total(self, comm: AllReduce, flats: Sequence[Tensor]) -> Callable[[], Tensor]:
         """All members' flat buffers combined in order: each process combines one stretch, then all are gathered."""
         wire, numel = self.wire, flats[0].numel()
         if wire.group is None or numel < SMALL:
-            counts = [numel * len(self.on(p)) for p in range(wire.size)]
-            return reduce(self.in_order(wire.gather(torch.cat(list(flats)), counts), [numel] * self.size), comm.kind)
+            got = wire.gather(torch.cat(list(flats)), [numel * len(self.on(p)) for p in range(wire.size)])
+            return lambda: reduce(self.in_order(got(), [numel] * self.size), comm.kind)
         step = -(-numel // wire.size)
         lengths = [max(0, min(step, numel - p * step)) for p in range(wire.size)]
         stretches = [torch.split(flat, lengths) for flat in flats]
         mine = lengths[wire.me]
-        got = wire.swap(
+        swapped = wire.swap(
             [torch.cat([s[p] for s in stretches]) for p in range(wire.size)],
             [mine * len(self.on(p)) for p in range(wire.size)],
         )
-        return wire.gather(reduce(self.in_order(torch.cat(got), [mine] * self.size), comm.kind), lengths)
+
+        def finish() -> Tensor:
+            stretch = reduce(self.in_order(torch.cat(swapped()), [mine] * self.size), comm.kind)
+            return wire.gather(stretch, lengths)()
+
+        return finish
 
     def in_order(self, flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
         """What came from each member, when a buffer holds it process by process."""
@@ -170,14 +191,19 @@ class Team:
 
     def all_gather(
         self, comm: AllGather, groups: Sequence[Group], shapes: Sequence[Any], xs: Sequence[Sequence[Tensor]]
-    ) -> list[list[Tensor]]:
+    ) -> Results:
         flat = torch.cat([x.reshape(-1) for row in xs for x in row])
         numels = [sum(math.prod(s[m]) for s in shapes) for m in range(self.size)]
         got = self.wire.gather(flat, [sum(numels[m] for m in self.on(p)) for p in range(self.wire.size)])
         if len(groups) == len(xs) == 1 and self.is_stacked(comm, shapes[0]):
-            return [[got.view(-1, *shapes[0][0][comm.dim + 1 :])]]
-        pieces = [_unflatten(x, [s[m] for s in shapes]) for m, x in enumerate(self.in_order(got, numels))]
-        return [[join(comm, g, [p[k] for p in pieces], m) for k, g in enumerate(groups)] for m in self.mine]
+            return lambda: [[got().view(-1, *shapes[0][0][1:])]]
+
+        def finish() -> list[list[Tensor]]:
+            rows = enumerate(self.in_order(got(), numels))
+            pieces = [_unflatten(x, [s[m] for s in shapes]) for m, x in rows]
+            return [[join(comm, g, [p[k] for p in pieces], m) for k, g in enumerate(groups)] for m in self.mine]
+
+        return finish
 
     def is_stacked(self, comm: AllGather, shapes: Sequence[tuple[int, ...]]) -> bool:
         """Whether pieces that lie one after the other in memory are the gathered tensor."""
@@ -187,7 +213,7 @@ class Team:
 
     def exchange(
         self, comm: Collective, groups: Sequence[Group], shapes: Sequence[Any], xs: Sequence[Sequence[Tensor]]
-    ) -> list[list[Tensor]]:
+    ) -> Results:
         """Every member sends a piece to every member; see `kernels.cut` and `kernels.join`."""
         mine, everyone, processes = self.mine, range(self.size), range(self.wire.size)
         pieces: dict[tuple[int, int], Tensor] = {}
@@ -199,12 +225,37 @@ class Team:
         order = [[(m, to) for m in self.on(p) for to in mine] for p in processes]
         numels = [[sum(map(math.prod, coming[pair])) for pair in pairs] for pairs in order]
         got = self.wire.swap(sent, [sum(n) for n in numels])
-        arrived = {
-            pair: _unflatten(x, coming[pair])
-            for buffer, pairs, n in zip(got, order, numels)
-            for pair, x in zip(pairs, torch.split(buffer, n))
-        }
-        return [[join(comm, g, [arrived[m, to][k] for m in everyone], to) for k, g in enumerate(groups)] for to in mine]
+
+        def finish() -> list[list[Tensor]]:
+            arrived = {
+                pair: _unflatten(x, coming[pair])
+                for buffer, pairs, n in zip(got(), order, numels)
+                for pair, x in zip(pairs, torch.split(buffer, n))
+            }
+            return [
+                [join(comm, g, [arrived[m, to][k] for m in everyone], to) for k, g in enumerate(groups)] for to in mine
+            ]
+
+        return finish
+
+
+def _after(work: Callable[[], None], results: list[list[Tensor]]) -> Results:
+    """The results, once the work is done."""
+
+    def finish() -> list[list[Tensor]]:
+        work()
+        return results
+
+    return finish
+
+
+def _in_slots(parts: Sequence[tuple[list[int], list[list[Tensor]]]], n: int) -> list[list[Tensor]]:
+    """Results [member][operand] from those of some operands each."""
+    rows: list[dict[int, Tensor]] = [{} for _ in parts[0][1]]
+    for slots, results in parts:
+        for row, xs in zip(rows, results):
+            row.update(zip(slots, xs))
+    return [[row[k] for k in range(n)] for row in rows]
 
 
 def _by_dtype(xs: Sequence[Tensor]) -> list[list[int]]:
