@@ -43,9 +43,13 @@ def local_dim(layout: Layout, axis: str) -> int:
 
 def nest(layout: Layout, dim: int) -> tuple[str, ...]:
     """Axes that cut the uneven leading factor of `dim`, major to minor; none when the dim is even."""
-    shards = layout.shards(dim)
-    lead = max((s.uneven for _, s in shards), default=0)
-    return tuple(a for a, s in shards if s.uneven or s.pre < lead)
+    lead = factor(layout, dim)
+    return tuple(a for a, s in layout.shards(dim) if s.uneven or s.pre < lead)
+
+
+def factor(layout: Layout, dim: int) -> int:
+    """The size of the uneven leading factor of `dim`, 0 when the dim is even."""
+    return max((s.uneven for _, s in layout.shards(dim)), default=0)
 
 
 def exists(layout: Layout) -> bool:
@@ -60,7 +64,7 @@ def exists(layout: Layout) -> bool:
     return (
         len({kind for _, kind in layout.partial}) <= 1
         and all(_alone(layout, s) for s in layout.states if isinstance(s, Ragged))
-        and all(_dim_exists(flat, d) for d in range(flat.ndim))
+        and all(_dim_exists(flat, s.dim) for s in flat.states if isinstance(s, (Shard, Ragged)))
     )
 
 
@@ -75,7 +79,7 @@ def _dim_exists(layout: Layout, dim: int) -> bool:
     units = [sum(s.units) for s in layout.states if isinstance(s, Ragged) and s.dim == dim]
     if units:
         return layout.shape[dim] % max(*units, 1) == 0
-    lead, end = max((s.uneven for _, s in shards), default=0), 1
+    lead, end = factor(layout, dim), 1
     for axis, state in shards[: len(inside)]:
         pre, end = end, end * layout.mesh[axis]
         if state != Shard(dim, pre, lead if lead % end else 0):
@@ -106,7 +110,7 @@ def position(layout: Layout, axes: Sequence[str]) -> Position | None:
         return Position(units=state.units, flat=layout.shape[dim : state.last + 1] if state.last > dim else ())
     inside, shards = nest(layout, dim), layout.shards(dim)
     if inside and axes[0] in inside:
-        return Position(uneven=max(s.uneven for _, s in shards)) if inside[-len(axes) :] == tuple(axes) else None
+        return Position(uneven=factor(layout, dim)) if inside[-len(axes) :] == tuple(axes) else None
     if inside:
         return None
     others = [(s.pre, layout.mesh[a]) for a, s in shards if a not in axes]

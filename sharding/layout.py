@@ -138,9 +138,15 @@ class Layout:
 
     def shards(self, dim: int) -> tuple[tuple[str, Shard], ...]:
         """Axes that shard `dim`, major to minor: first those that cut an uneven leading factor."""
-        found = [(a, s) for a, s in zip(self.mesh.names, self.states) if isinstance(s, Shard) and s.dim == dim]
-        lead = max((s.uneven for _, s in found), default=0)
-        return tuple(sorted(found, key=lambda p: (not p[1].uneven and p[1].pre >= lead, p[1].pre)))
+        return self._shards.get(dim, ())
+
+    @cached_property
+    def _shards(self) -> dict[int, tuple[tuple[str, Shard], ...]]:
+        found: dict[int, list[tuple[str, Shard]]] = {}
+        for axis, state in zip(self.mesh.names, self.states):
+            if isinstance(state, Shard):
+                found.setdefault(state.dim, []).append((axis, state))
+        return {dim: _major_first(shards) for dim, shards in found.items()}
 
     @cached_property
     def flat(self) -> Layout:
@@ -217,6 +223,11 @@ class Layout:
     def __str__(self) -> str:
         on = [f"{a}: {s}" for a, s in zip(self.mesh.names, self.states) if not isinstance(s, Whole)]
         return f"{list(self.shape)} {{{', '.join(on)}}}"
+
+
+def _major_first(shards: Sequence[tuple[str, Shard]]) -> tuple[tuple[str, Shard], ...]:
+    lead = max(s.uneven for _, s in shards)
+    return tuple(sorted(shards, key=lambda p: (not p[1].uneven and p[1].pre >= lead, p[1].pre)))
 
 
 def _plain(state: State, n: int) -> State:

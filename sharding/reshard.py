@@ -10,10 +10,10 @@ from __future__ import annotations
 import heapq
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import astuple
 from functools import lru_cache
-from itertools import combinations, count, permutations
+from itertools import combinations, count
 
 from vescale_fn.sharding.comm import (
     AllGather,
@@ -40,7 +40,7 @@ from vescale_fn.sharding.digits import (
     slots,
     within_dim,
 )
-from vescale_fn.sharding.layout import WHOLE, Kind, Layout, Partial, Shard, Whole
+from vescale_fn.sharding.layout import WHOLE, Kind, Layout, Partial, Ragged, Shard, State, Whole
 
 
 @lru_cache(maxsize=65536)
@@ -108,41 +108,49 @@ def _add(cost: Cost, step: Step) -> Cost:
 
 
 def _moves(at: Layout, dst: Layout) -> Iterator[Step]:
-    """Single steps that lead from `at` in the direction of `dst`, to layouts that exist."""
+    """Single steps that lead from `at` in the direction of `dst`."""
     axes = tuple(a for a, s, t in zip(at.mesh.names, at.states, dst.states) if s != t)
-    for some in _subsets(axes):
-        for found in (_slice, _reduce_scatter, _all_reduce, _all_to_all, _all_gather, _to_partial, _permute):
-            yield from found(at, dst, some)
-    yield from _reorder(at, axes)
+    for kind_of_move, move in _MOVES:
+        alike: dict[Hashable, list[str]] = {}
+        for axis in axes:
+            key = kind_of_move(at[axis], dst[axis])
+            if key is not None:
+                alike.setdefault(key, []).append(axis)
+        for group in alike.values():
+            for size in range(len(group), 0, -1):
+                for some in combinations(group, size):
+                    yield from move(at, dst, some)
+    yield from _reorder(at, dst, axes)
     yield from _exchange(at, dst, axes)
-
-
-def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    for size in range(len(axes), 0, -1):
-        yield from combinations(axes, size)
 
 
 Found = Iterator[Step]
 
 
 def _slice(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
-    if all(isinstance(at[a], Whole) for a in axes):
-        for after, order, where in _landings(at, dst, axes):
-            yield Step(Slice(order, local_dim(after, order[0]), *astuple(where)), after)
+    for after, order, where in _landings(at, dst, axes):
+        yield Step(Slice(order, local_dim(after, order[0]), *astuple(where)), after)
 
 
 def _reduce_scatter(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
-    kind = _kind(at, axes)
-    if kind:
-        for after, order, where in _landings(at, dst, axes):
-            pre, *cut = astuple(where)
-            yield Step(ReduceScatter(order, local_dim(after, order[0]), pre, kind, *cut), after)
+    for after, order, where in _landings(at, dst, axes):
+        pre, *cut = astuple(where)
+        yield Step(ReduceScatter(order, local_dim(after, order[0]), pre, _kind(at, axes), *cut), after)
 
 
 def _all_reduce(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
-    kind = _kind(at, axes)
-    if kind:
-        yield Step(AllReduce(axes, kind), at.with_states(dict.fromkeys(axes, WHOLE)))
+    yield Step(AllReduce(axes, _kind(at, axes)), at.with_states(dict.fromkeys(axes, WHOLE)))
+
+
+def _all_to_all(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
+    for after, order, split in _landings(at, dst, axes):
+        source, target = local_dim(at, order[0]), local_dim(after, order[0])
+        concat = position(at, order)
+        if source == target:
+            split, concat = within_dim(at, after, order) or (split, None)
+        if concat:
+            pre = (split.pre, concat.pre)
+            yield Step(AllToAll(order, target, source, *pre, split.uneven, concat.uneven), after)
 
 
 def _all_gather(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
@@ -153,48 +161,53 @@ def _all_gather(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
 
 
 def _to_partial(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
-    kind = _kind(dst, axes)
     after = at.with_states({a: dst[a] for a in axes})
-    if kind and all(isinstance(at[a], Whole) for a in axes) and exists(after):
-        yield Step(ToPartial(axes, kind), after)
-
-
-def _all_to_all(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
-    if not all(isinstance(at[a], Shard) for a in axes):
-        return
-    for after, order, split in _landings(at, dst, axes):
-        source, target = local_dim(at, order[0]), local_dim(after, order[0])
-        concat = position(at, order)
-        if source == target:
-            split, concat = within_dim(at, after, order) or (split, None)
-        if concat and not split.units:
-            pre = (split.pre, concat.pre)
-            yield Step(AllToAll(order, target, source, *pre, split.uneven, concat.uneven), after)
+    if exists(after):
+        yield Step(ToPartial(axes, _kind(dst, axes)), after)
 
 
 def _permute(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
+    """When every block that the target wants on `axes` is some rank's block already."""
+    have, want = slots(at, axes), slots(dst, axes)
+    if have.keys() != want.keys() or len(axes) < 2:
+        return
     after = at.with_states({a: dst[a] for a in axes})
-    if len(axes) > 1 and exists(after):
-        yield from _permuted(at, after, axes)
-
-
-def _permuted(at: Layout, after: Layout, axes: Sequence[str]) -> Found:
-    """One permute, when every block of `after` is some rank's block of `at`."""
-    have, want = slots(at, axes), slots(after, axes)
-    if have.keys() == want.keys():
+    if exists(after):
         src = tuple(a for key in have for a in have[key])
         yield Step(Permute(src, tuple(a for key in have for a in want[key])), after)
 
 
-def _reorder(at: Layout, axes: Sequence[str]) -> Found:
-    """Permutes among the axes that cut one even dim, so that those that leave it may become minor."""
+def _cut(state: State) -> int | None:
+    """The dim that a state cuts."""
+    return state.dim if isinstance(state, (Shard, Ragged)) else None
+
+
+def _shards(at: State, dst: State) -> Hashable:
+    return (at.dim, dst.dim) if isinstance(at, Shard) and isinstance(dst, Shard) else None
+
+
+# What each move applies to: axes may move together when the function of their states in `at` and `dst` is the same,
+# and not None.
+_MOVES: tuple[tuple[Callable[[State, State], Hashable], Callable[[Layout, Layout, tuple[str, ...]], Found]], ...] = (
+    (lambda at, dst: _cut(dst) if isinstance(at, Whole) else None, _slice),
+    (lambda at, dst: (at, _cut(dst)) if isinstance(at, Partial) and _cut(dst) is not None else None, _reduce_scatter),
+    (lambda at, dst: at if isinstance(at, Partial) else None, _all_reduce),
+    (_shards, _all_to_all),
+    (lambda at, dst: _cut(at), _all_gather),
+    (lambda at, dst: dst if isinstance(at, Whole) and isinstance(dst, Partial) else None, _to_partial),
+    (lambda at, dst: True, _permute),
+)
+
+
+def _reorder(at: Layout, dst: Layout, axes: Sequence[str]) -> Found:
+    """A permute among the axes that cut one even dim: those that stay, in their order in `dst`, major to those that
+    leave it, together with those that go the same way."""
     for dim in range(at.ndim):
         members = [a for a, _ in at.shards(dim) if a in axes and a not in nest(at, dim)]
-        for order in permutations(members) if members else ():
-            after = refill(at, members, order)
-            if after and after != at:
-                moved = [a for a in members if at[a] != after[a]]
-                yield from _permuted(at, after, moved)
+        rank = {a: (s.dim != dim, s.dim, s.pre) if isinstance(s := dst[a], Shard) else (True, -1, 0) for a in members}
+        after = refill(at, members, sorted(members, key=lambda a: rank[a])) if len(members) > 1 else at
+        if after and after != at:
+            yield from _permute(at, after, tuple(a for a in members if at[a] != after[a]))
 
 
 def _exchange(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
@@ -238,7 +251,6 @@ def _pending(layout: Layout, axes: Sequence[str]) -> bool:
     return any(isinstance(layout[a], Partial) for a in axes)
 
 
-def _kind(layout: Layout, axes: Sequence[str]) -> Kind | None:
-    """The kind of reduction that pends on all of `axes`, if there is one."""
-    kinds = {s.kind if isinstance(s, Partial) else None for s in (layout[a] for a in axes)}
-    return kinds.pop() if len(kinds) == 1 else None
+def _kind(layout: Layout, axes: Sequence[str]) -> Kind:
+    """The kind of reduction that pends on `axes`."""
+    return next(kind for axis, kind in layout.partial if axis in axes)

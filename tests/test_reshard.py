@@ -248,6 +248,20 @@ def test_gathering_the_major_axis_leaves_the_minor_one_strided() -> None:
     assert comms(XY, (12, 6), fsdp_major, {"x": Shard(0)}) == [AllGather(("y",), 0)]
 
 
+def test_axes_that_leave_a_dim_become_minor_and_go_together() -> None:
+    mesh = MeshShape(("x", "y", "z"), (2, 3, 3))
+    src: dict[str, State] = {"x": Shard(0), "y": Shard(0, 2), "z": Shard(0, 6)}
+    assert comms(mesh, (18, 18), src, {"z": Shard(0)}) == [
+        Permute(("x", "y", "z"), ("z", "x", "y")),
+        AllGather(("x", "y"), 0),
+    ]
+    # after an all_to_all less is left to move than a permute of all would take
+    assert comms(mesh, (18, 18), src, {"z": Shard(0), "x": Shard(1), "y": Shard(1, 2)}) == [
+        AllToAll(("x", "y"), 1, 0),
+        AllToAll(("z",), 0, 0, concat_pre=2),
+    ]
+
+
 def test_a_contiguous_shard_becomes_a_fused_one_without_a_gather() -> None:
     """Megatron's `(qkv h/tp k)` from `(qkv h k)/tp`: the blocks overlap irregularly."""
     src, dst = (Layout.of(X2, (12,), {"x": Shard(0, pre)}) for pre in (1, 3))
