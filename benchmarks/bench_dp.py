@@ -74,7 +74,7 @@ def main() -> None:
         "vescale_fn / floor": ratio(times, "vescale_fn", "floor"),
         "vescale_fn / one process": ratio(times, "vescale_fn", "one process"),
     }
-    report("dp", times, ratios, BOUNDS)
+    report("dp", times, ratios, BOUNDS, cpu)
 
 
 if __name__ == "__main__":

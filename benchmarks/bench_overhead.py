@@ -8,12 +8,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import optree
 import torch
 from models import Config, batch, functional, train_step
 from race import Times, ratio, report
 
 import vescale_fn as vf
+from vescale_fn.tree import flatten
 
 
 def main(rounds: int = 100) -> None:
@@ -27,7 +27,7 @@ def main(rounds: int = 100) -> None:
 
     # The loaded program itself, on a copy of the state. Its last output is the loss; the others are the new state.
     program = step.lower(state, x, y).compile()
-    values = [a.full() for a in optree.tree_leaves(state)]
+    values = [a.full() for a in flatten(state)[0]]
     tokens = [x.full(), y.full()]
 
     times: Times = {"pjit": [], "program": []}

@@ -28,9 +28,9 @@ def vescale_tp(c: Config, rank: int, world: int) -> Step:
 
 
 def main() -> None:
-    times, _ = race({"vescale_fn": vescale_tp, "DTensor": rivals.dtensor_tp}, Config())
+    times, cpu = race({"vescale_fn": vescale_tp, "DTensor": rivals.dtensor_tp}, Config())
     name = "vescale_fn / DTensor tensor parallel"
-    report("tp", times, {name: ratio(times, "vescale_fn", "DTensor")}, {name: 0.7})
+    report("tp", times, {name: ratio(times, "vescale_fn", "DTensor")}, {name: 0.7}, cpu)
 
 
 if __name__ == "__main__":

@@ -70,11 +70,14 @@ def ratio(times: Times, a: str, b: str) -> float:
     return statistics.median(x / y for x, y in zip(times[a], times[b]))
 
 
-def report(name: str, times: Times, ratios: Mapping[str, float], bounds: Mapping[str, float]) -> None:
+def report(
+    name: str, clock: Times, ratios: Mapping[str, float], bounds: Mapping[str, float], cpu: Times | None = None
+) -> None:
     """Print medians and ratios beside their bounds, and keep the ratios in results/<name>.json for the README."""
-    print(f"\n{name}: median seconds per step")
-    for who, t in times.items():
-        print(f"  {who:28} {statistics.median(t):8.4f}")
+    print(f"\n{name}: median seconds per step" + (", and of CPU time" if cpu else ""))
+    for who, t in clock.items():
+        busy = f" {statistics.median(cpu[who]):8.4f}" if cpu and who in cpu else ""
+        print(f"  {who:28} {statistics.median(t):8.4f}{busy}")
     print("ratios (median over rounds)")
     for what, r in ratios.items():
         bound = f"   aim: at most {bounds[what]}" if what in bounds else ""
