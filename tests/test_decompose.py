@@ -117,7 +117,8 @@ SAME_KERNEL = {aten.convolution.default, aten.convolution_backward.default} | {
 def test_every_decomposition_is_tried() -> None:
     tried = {x.op for x in ALL}
     cuda = {aten.cudnn_batch_norm.default, aten.cudnn_batch_norm_backward.default}
-    below = {op for op in ALWAYS if "nll_loss" in str(op)} | {aten._fused_rms_norm_backward.default}
+    below = {op for op in ALWAYS if "nll_loss" in str(op)}
+    below |= {aten._fused_rms_norm_backward.default, aten.index_put_.default}
     assert set(BOTH) - tried - cuda == below
 
 
@@ -198,6 +199,32 @@ def test_running_statistics_of_batch_norm_are_results() -> None:
     avals = [Aval(tuple(v.shape), v.dtype) for v in (x, mean, var)]
     graph = trace_flat(step, avals, decompositions=ALWAYS).graph
     assert_equal(run_graph(graph, x, mean, var), step(x, mean, var), 1e-6)
+
+
+# --- masks and classes ----------------------------------------------------------------------------------------------
+
+
+def test_a_number_put_under_a_mask_is_a_choice_for_each_element() -> None:
+    def step(x: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:
+        y = x.clone()
+        y[x > 0] = 0.5
+        y[rows] = 2.0
+        y[:, x[0] > 0] = 3.0
+        return [y]
+
+    x, rows = torch.randn(4, 5), torch.tensor([True, False, False, True])
+    graph = trace_flat(step, [Aval((4, 5), x.dtype), Aval((4,), torch.bool)], decompositions=ALWAYS).graph
+    assert "index_put" not in {str(e.op).split(".")[1] for e in graph.eqns}
+    assert_equal(run_graph(graph, x, rows), step(x, rows))
+
+
+def test_one_hot_inside_a_gradient() -> None:
+    def step(w: torch.Tensor, i: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.func.grad(lambda w: (F.one_hot(i, 4).to(w.dtype) @ w).sum())(w)]
+
+    w, i = torch.randn(4, 2), torch.tensor([3, 1, 1])
+    graph = trace_flat(step, [Aval((4, 2), w.dtype), Aval((3,), torch.int64)]).graph
+    assert_equal(run_graph(graph, w, i), step(w, i))
 
 
 # --- which equations ------------------------------------------------------------------------------------------------

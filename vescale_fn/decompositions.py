@@ -299,12 +299,39 @@ def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accum
     return index_add(x, d, torch.where(index < 0, index + x.shape[d], index), rows)
 
 
+# --- masks and classes ----------------------------------------------------------------------------------------------
+
+
+def masked_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+    """x[mask] = number, which is a choice for each element."""
+    given = [(d, v) for d, v in enumerate(indices) if v is not None]
+    if accumulate or len(given) != 1 or given[0][1].dtype is not torch.bool or values.numel() != 1:
+        return NotImplemented
+    ((d, mask),) = given
+    mask = mask.reshape([*mask.shape, *[1] * (x.dim() - d - mask.dim())])
+    return torch.where(mask, values.reshape(()), x)
+
+
+def masked_put_(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+    out = masked_put(x, indices, values, accumulate)
+    return out if out is NotImplemented else x.copy_(out)
+
+
+def one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
+    """torch reads the values to check them, except in a trace that no torch.func transform surrounds."""
+    if num_classes < 0:
+        return torch.nn.functional.one_hot(x)
+    return (x.unsqueeze(-1) == torch.arange(num_classes, device=x.device)).to(torch.int64)
+
+
 # --- tables ---------------------------------------------------------------------------------------------------------
 
 ALWAYS: Mapping[Any, Decomposition] = {
     **RECORDED,
     aten.mean.default: mean,
     aten.mean.dim: mean,
+    aten.index_put.default: masked_put,
+    aten.index_put_.default: masked_put_,
     aten.nll_loss_forward.default: nll_loss_forward,
     aten.nll_loss_backward.default: nll_loss_backward,
     aten.nll_loss2d_forward.default: nll_loss_forward,
@@ -334,3 +361,6 @@ ON_INTENT: Mapping[Any, Decomposition] = {
     aten.index_add.default: index_add,
     aten.index_put.default: index_put,
 }
+
+# Functions that are replaced where the step calls them, before they become operations.
+CALLS: Mapping[Any, Callable[..., Any]] = {torch.nn.functional.one_hot: one_hot}

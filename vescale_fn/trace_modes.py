@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale_fn import trace_errors as errors
+from vescale_fn.decompositions import CALLS
 from vescale_fn.functional import annotate
 from vescale_fn.sharding.graph import Source, op_name
 from vescale_fn.trace_errors import TraceError
@@ -40,17 +41,17 @@ class Lift(TorchFunctionMode):
         self.trace = trace
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        func, kwargs = CALLS.get(func, func), kwargs or {}
         if not self.trace.is_current:  # a sub-program is being traced
             return func(*args, **kwargs)
         return func(*map_values(args, self.trace.bring), **map_values(kwargs, self.trace.bring))
 
 
-class Record(TorchDispatchMode):
+class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the user's line on every node; refuses writes to captured tensors, reads of values, and random draws."""
 
     def __init__(self, trace: Trace) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.trace = trace
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,4 +98,5 @@ def _is_random(node: torch.fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    return (dict(zip(names, node.args)) | node.kwargs).get("dropout_p", "dropout_p" not in names) != 0
+    given = {**dict(zip(names, node.args)), **node.kwargs}
+    return bool(given.get("dropout_p", "dropout_p" not in names))
