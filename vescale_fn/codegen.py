@@ -25,6 +25,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -36,6 +37,9 @@ from vescale_fn.sharding.comm import COLLECTIVES, Slice, ToPartial
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, op_name, vars_in
 from vescale_fn.site import Constant, Cut, Device, Site, Start, Wait, bind_to_rank, same_everywhere
 from vescale_fn.text import comm_name
+
+_WIDTH = 116  # of a line of the text
+_COMMENT = 80  # where comments start
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +180,7 @@ class _Function:
     module: _Module
     graph: Graph
     name: str
-    lines: list[str] = field(default_factory=list)
+    lines: list[tuple[str, str]] = field(default_factory=list)  # code, the user's line
     local: dict[Var, str] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     reuse: Mapping[Eqn, tuple[bool, ...]] = field(default_factory=dict)  # see `overwritable`
@@ -196,17 +200,17 @@ class _Function:
         for i, e in enumerate(self.graph.eqns):
             if e.phase != phase:
                 phase = e.phase
-                self.lines.append(f"    # {phase}")
+                self.line(f"# {phase}")
             self.finish(i)
             self.equation(e, dying.get(i, ()))
         self.finish(len(self.graph.eqns))
         self.line(f"return [{', '.join(map(self.text, self.graph.outputs))}]")
-        self.module.functions.append("\n".join([f"def {self.name}(args, k):", *self.lines]))
+        self.module.functions.append("\n".join([f"def {self.name}(args, k):", *starmap(_layout, self.lines)]))
         return self.communicates
 
     def line(self, code: str, e: Eqn | None = None, indent: int = 4) -> None:
-        comment = f"# {os.path.basename(e.source.file)}:{e.source.line}" if e and e.source.file else ""
-        self.lines.append(f"{' ' * indent}{code:<76}  {comment}" if comment else f"{' ' * indent}{code}")
+        comment = f"{os.path.basename(e.source.file)}:{e.source.line}" if e and e.source.file else ""
+        self.lines.append((" " * indent + code, comment))
 
     def define(self, v: Var) -> str:
         """A local name of v. Two Vars of one name stay apart."""
@@ -217,12 +221,10 @@ class _Function:
 
     def drop(self, dying: Iterable[Var]) -> None:
         """Release values that nothing reads any more, on the line before."""
-        names = ", ".join(self.local[v] for v in dying)
-        if names and self.lines:
-            code, mark, comment = self.lines[-1].partition("  # ")
-            self.lines[-1] = (
-                f"{code.rstrip() + '; del ' + names:<80}{mark}{comment}" if mark else f"{code}; del {names}"
-            )
+        names = [self.local[v] for v in dying]
+        if names:
+            code, comment = self.lines[-1]
+            self.lines[-1] = f"{code}; del {_targets(names).removesuffix(',')}", comment
 
     def equation(self, e: Eqn, dying: tuple[Var, ...]) -> None:
         match e.op:
@@ -345,8 +347,40 @@ class _Function:
 
 
 def _targets(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names) + ("," if len(names) == 1 else "") if names else "[]"
+    """Names to assign to; in brackets when they are many, so that the line may be broken."""
+    text = ", ".join(names)
+    if "," not in text:
+        return f"{text}," if text else "[]"
+    return f"({text})" if len(text) > _WIDTH // 2 else text
+
+
+def _layout(code: str, comment: str) -> str:
+    """A line of the text, broken where it is too long."""
+    if len(code) > _WIDTH:
+        code = "\n".join(_broken(code.replace("; del ", "\n    del ")))
+    last = len(code) - code.rfind("\n") - 1
+    return code + " " * max(0, _COMMENT - last) + f"  # {comment}" if comment else code
+
+
+def _broken(code: str) -> Iterator[str]:
+    """Lines no longer than the width, broken after commas in brackets and outside strings."""
+    start = depth = 0
+    stop, quote, indent = None, "", ""
+    for i, c in enumerate(code):
+        if c == "\n":
+            yield indent + code[start:i]
+            start, stop, indent = i + 1, None, ""
+        elif quote:
+            quote = "" if c == quote and code[i - 1] != "\\" else quote
+        elif c in "'\"":
+            quote = c
+        depth += (c in "([{") - (c in ")]}") if not quote else 0
+        if stop and len(indent) + i - start >= _WIDTH:
+            yield indent + code[start:stop]
+            start, stop, indent = stop + 1, None, " " * 8
+        if code[i - 1 : i + 1] == ", " and depth and not quote:
+            stop = i
+    yield indent + code[start:]
 
 
 def _enter(communicates: bool) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vescale_fn.program import AxisIndex, LocalDim, Owned, Program
@@ -32,14 +33,13 @@ def program_text(program: Program) -> str:
 
 def _body(graph: Graph, program: Program, indent: str) -> list[str]:
     """The equations of a graph, aligned, those of sub-programs indented below them."""
-    rows, phase = [], None
+    rows: list[tuple[str, str, str]] = []  # result, expression, the user's line
+    phase = None
     for e in graph.eqns:
         if e.phase != phase:
             phase = e.phase
             rows.append((f"{indent}-- {phase}", "", ""))
-        mark = ">>" if isinstance(e.op, COLLECTIVES) else "  "
-        outs = ", ".join(f"{v.name} : {value_text(v, program.layouts)}" for v in e.outs)
-        rows.append((f"{indent}{mark} {outs}", f"= {_call_text(e, program)}", _source_text(e)))
+        rows += [(indent + left, right, comment) for left, right, comment in _equation(e, program)]
         if isinstance(e.op, (Scan, Call)):
             inputs = ", ".join(f"{v.name} : {value_text(v, program.layouts)}" for v in e.op.body.inputs)
             rows.append((f"{indent}      body {inputs}", "", ""))
@@ -48,7 +48,26 @@ def _body(graph: Graph, program: Program, indent: str) -> list[str]:
     lines = [(f"{a:<{left}} {b}" if b else a, c) for a, b, c in rows]
     right = max((min(len(a), 108) for a, c in lines if c), default=0)
     text = [f"{a:<{right}}  # {c}" if c else a for a, c in lines]
-    return [*text, f"{indent}   return {', '.join(map(_argument, graph.outputs))}"]
+    return [*text, *_wrapped(f"{indent}   return {', '.join(map(_argument, graph.outputs))}")]
+
+
+def _equation(e: Eqn, program: Program) -> Iterator[tuple[str, str, str]]:
+    """Rows of one equation: results one below the other, the expression beside the last."""
+    mark = ">>" if isinstance(e.op, COLLECTIVES) else "  "
+    results = [f"{v.name} : {value_text(v, program.layouts)}" for v in e.outs] or [""]
+    for first in results[:-1]:
+        yield f"{mark} {first}", "", ""
+        mark = "  "
+    first, *rest = _wrapped(f"= {_call_text(e, program)}")
+    yield f"{mark} {results[-1]}", first, _source_text(e)
+    for more in rest:
+        yield "", more, ""
+
+
+def _wrapped(text: str) -> list[str]:
+    """Text broken at spaces, continued further in."""
+    inside = " " * (len(text) - len(text.lstrip()) + 4)
+    return textwrap.wrap(text, 108, subsequent_indent=inside, break_long_words=False, break_on_hyphens=False)
 
 
 def _source_text(e: Eqn) -> str:
