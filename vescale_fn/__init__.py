@@ -23,6 +23,8 @@ from vescale_fn.sharding.forms import S as S
 from vescale_fn.sharding.mesh import Mesh as Mesh
 from vescale_fn.shardings import NamedSharding as NamedSharding
 from vescale_fn.shardings import rules as rules
+from vescale_fn.subprogram import call as call
+from vescale_fn.subprogram import scan as scan
 from vescale_fn.trace import ShapeDtype as ShapeDtype
 from vescale_fn.tree import pytree as pytree
 from vescale_fn.visualize import visualize as visualize
