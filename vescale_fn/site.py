@@ -37,7 +37,8 @@ class Site:
         """The ranks among which the rank at `coords` exchanges an operand."""
         comm, out = self.comm, self.outs[operand]
         members = tuple(self.mesh.coords(r) for r in self.mesh.group(coords, comm.axes))
-        if out.is_even or not isinstance(comm, (ReduceScatter, AllToAll)):
+        within_dim = isinstance(comm, AllToAll) and comm.split_dim == comm.concat_dim  # always in equal pieces
+        if out.is_even or within_dim or not isinstance(comm, (ReduceScatter, AllToAll)):
             return Group(self.mesh, members)
         dim = comm.dim if isinstance(comm, ReduceScatter) else comm.split_dim
         return Group(self.mesh, members, tuple(out.flat.local_size(dim, m) for m in members))
