@@ -7,7 +7,7 @@ operation that is linear in it. Slots count operands first, then results.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from math import prod
@@ -122,30 +122,3 @@ def _partial(rule: Rule, group: AbstractSet[int], kind: Kind) -> Strategy:
     state = Partial(kind)
     operands = tuple(state if i in group else WHOLE for i in range(len(rule.operands)))
     return Strategy(operands, (state,) * len(rule.results))
-
-
-def fits(state: State, n: int, shape: Sequence[int], others: Iterable[tuple[State, int]]) -> bool:
-    """Whether an axis of size `n` can have `state` on a tensor of `shape` next to `others`, the states and sizes of
-    other axes: no digit is cut twice, and all cuts of a dim nest.
-
-    >>> fits(Shard(0, pre=2), 2, (8,), [(Shard(0), 2)]), fits(Shard(0), 2, (8,), [(Shard(0), 2)])
-    (True, False)
-    """
-    if not isinstance(state, Shard):
-        return True
-    same = [(s, m) for s, m in others if isinstance(s, Shard) and s.dim == state.dim]
-    if not all(_apart(s, m, state, n) for s, m in same):
-        return False
-    if state.uneven:  # the ranks of a minor axis cut what the major axes left them: those must be there
-        return prod(m for s, m in same if s.pre < state.pre) == state.pre
-    return shape[state.dim] % (state.pre * n) == 0
-
-
-def _apart(a: Shard, a_size: int, b: Shard, b_size: int) -> bool:
-    """Whether two axes cut different digits of the same dim, one inside the other."""
-    (first, size), (second, _) = sorted([(a, a_size), (b, b_size)], key=lambda p: p[0].pre)
-    if first.uneven and not second.uneven:  # only below the factor that is cut unevenly
-        return second.pre % first.uneven == 0
-    if first.uneven != second.uneven and first.uneven:
-        return False
-    return first.pre != second.pre and second.pre % (first.pre * size) == 0

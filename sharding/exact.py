@@ -45,10 +45,10 @@ def _serves(have: State | None, want: State) -> bool:
 
 @dataclass(frozen=True)
 class _When:
-    """A condition: the sum of variables, or always (constant 1)."""
+    """A condition: one of these variables is 1; or it always holds."""
 
     terms: tuple[int, ...] = ()
-    constant: float = 0.0
+    always: bool = False
 
 
 @dataclass(eq=False)
@@ -91,18 +91,18 @@ class _Model:
         """When a slot of the nodes of class c is in which state."""
         strategies = self.axis.strategies[self.members[c][0]]
         if c not in self.x:
-            return {strategies[0].states[slot]: _When((), 1.0)}
+            return {strategies[0].states[slot]: _When(always=True)}
         out: dict[State, tuple[int, ...]] = {}
         for x, strategy in zip(self.x[c], strategies):
             out[strategy.states[slot]] = (*out.get(strategy.states[slot], ()), x)
-        return {s: _When(xs) if len(out) > 1 else _When((), 1.0) for s, xs in out.items()}
+        return {s: _When(xs) if len(out) > 1 else _When(always=True) for s, xs in out.items()}
 
     def _add_group(
         self, values: list[Var], made: Mapping[State, _When], users: frozenset[tuple[int, int]], tie: float
     ) -> None:
         """Conversions of values that are made and used alike."""
         needs = [(t, need) for c, slot in sorted(users) for t, need in self._states(c, slot).items()]
-        always = next((s for s, when in made.items() if when.constant), None)
+        always = next((s for s, when in made.items() if when.always), None)
         open_needs = [(t, need) for t, need in needs if not _serves(always, t)]
         if not open_needs:
             return
@@ -115,7 +115,7 @@ class _Model:
             terms = dict.fromkeys(have, -1.0)
             for x in need.terms:  # a loop's carry is both maker and user
                 terms[x] = terms.get(x, 0.0) + 1.0
-            self.rows.append((terms, -np.inf, -need.constant if not need.terms else 0.0))
+            self.rows.append((terms, -np.inf, -float(need.always)))
 
     def _obtained(self, values: list[Var], made: Mapping[State, _When], t: State, tie: float) -> list[int]:
         """Variables whose sum says that the values are at hand in state t: made so, or converted."""

@@ -64,7 +64,7 @@ def _repeated(p: AxisProblem, choice: Choice, axis: str) -> Iterator[str]:
         if cut:
             yield (
                 f"Every rank along {axis} repeats {op_name(node.eqn.op)} at {node.eqn.source}, although {cut[0]} is "
-                f"sharded: no dim that the operation can split is."
+                f"sharded: the operation has no dim that could be split instead."
             )
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
-from vescale_fn.sharding.candidates import Strategy, fits
+from vescale_fn.sharding.candidates import Strategy
 from vescale_fn.sharding.choice import AxisProblem, Choice
 from vescale_fn.sharding.classes import classes_of, each_alone
+from vescale_fn.sharding.digits import exists
 from vescale_fn.sharding.exact import NoSolution, solve_exact
 from vescale_fn.sharding.fallback import solve_locally
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Var
@@ -66,7 +68,7 @@ class _Solver:
     solved: dict[str, tuple[AxisProblem, Choice]] = field(default_factory=dict)
 
     def solve_axis(self, axis: str, n: int) -> None:
-        strategies = strategies_within(self.problem, axis, n, self.seeds(axis), self.fits(n))
+        strategies = strategies_within(self.problem, axis, n, self.seeds(axis), self.fits(axis))
         work = {node: self.work(node, strategies[node], n) for node in self.problem.nodes}
         problem = AxisProblem(self.problem, axis, n, strategies, work, dict(self.nbytes))
         choice = choose(problem)
@@ -90,16 +92,18 @@ class _Solver:
             groups[group].extend((v, node.layout[axis]) for v in node.values)
         return list(groups)
 
-    def fits(self, n: int) -> Callable[[Node, Strategy], bool]:
-        """Whether a strategy on the axis at hand, of size n, goes with those chosen on the axes before."""
-        before = [(problem, choice, problem.n) for problem, choice in self.solved.values()]
+    def fits(self, axis: str) -> Callable[[Node, Strategy], bool]:
+        """Whether a strategy on the axis at hand goes with those chosen on the axes before: no digit is cut twice."""
+        axes = (*self.solved, axis)
+
+        @cache
+        def possible(shape: tuple[int, ...], states: tuple[State, ...]) -> bool:
+            return exists(Layout.of(self.mesh, shape, dict(zip(axes, states))))
 
         def check(node: Node, strategy: Strategy) -> bool:
-            chosen = [(problem.chosen(choice, node).states, m) for problem, choice, m in before]
-            return all(
-                fits(state, n, v.shape, [(states[i], m) for states, m in chosen])
-                for i, (v, state) in enumerate(zip(node.values, strategy.states))
-            )
+            chosen = [problem.chosen(choice, node).states for problem, choice in self.solved.values()]
+            by_slot = zip(*chosen, strategy.states)
+            return all(possible(v.shape, states) for v, states in zip(node.values, by_slot))
 
         return check
 
