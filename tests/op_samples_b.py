@@ -87,6 +87,7 @@ ORDER = [
     s(aten.kthvalue.default, t(4, 5, 6), 2, 1, True),
     s(aten.median.dim, t(4, 5), 0, True),
     s(aten.cumsum.default, t(), 0),
+    *(s(op, t(4, 5)) for op in (aten.median.default, aten.nanmedian.default)),
     s(aten.searchsorted.Tensor, Ordered((6,)), t(4, 5)),
     s(aten.searchsorted.Tensor, Ordered((4, 6)), t(4, 5)),
     s(aten.bucketize.Tensor, t(4, 5), Ordered((6,))),
@@ -206,10 +207,6 @@ CONV = [
         aten.adaptive_max_pool2d_backward.default,
         *(t(4, 5, 2, 2), t(4, 5, 4, 6), at(4, 5, 2, 2, size=24)),
     ),
-    s(aten.upsample_nearest2d.default, t(4, 5, 2, 3), [4, 6]),
-    s(aten.upsample_nearest2d_backward.default, t(4, 5, 4, 6), [4, 6], [4, 5, 2, 3]),
-    s(aten.upsample_bilinear2d.default, t(4, 5, 2, 3), [4, 6], False),
-    s(aten.upsample_bilinear2d_backward.default, t(4, 5, 4, 6), [4, 6], [4, 5, 2, 3], False),
     s(aten.max_pool3d_with_indices.default, t(4, 5, 2, 2, 4), [2, 2, 2]),
     s(
         aten.max_pool3d_with_indices_backward.default,
@@ -224,5 +221,31 @@ CONV = [
     s(aten._adaptive_avg_pool3d.default, t(4, 5, 2, 2, 4), [1, 2, 2]),
     s(aten._adaptive_avg_pool3d_backward.default, t(4, 5, 1, 2, 2), t(4, 5, 2, 2, 4)),
 ]
+
+# names of resampling operations, and whether they ask for aligned corners
+_RESAMPLE = {
+    "upsample_nearest1d": False,
+    "upsample_linear1d": True,
+    "upsample_nearest2d": False,
+    "_upsample_nearest_exact2d": False,
+    "upsample_bilinear2d": True,
+    "_upsample_bilinear2d_aa": True,
+    "upsample_bicubic2d": True,
+    "upsample_nearest3d": False,
+    "upsample_trilinear3d": True,
+}
+
+
+def _resample(name: str, corners: bool) -> list[Sample]:
+    dims = int(name.rstrip("_a")[-2])
+    small, large, option = [2] * dims, [4] * dims, [False] * corners
+    forward, backward = (getattr(aten, n).default for n in (name, f"{name}_backward"))
+    return [
+        s(forward, t(4, 5, *small), large, *option),
+        s(backward, t(4, 5, *large), large, [4, 5, *small], *option),
+    ]
+
+
+CONV += [sample for name, corners in _RESAMPLE.items() for sample in _resample(name, corners)]
 
 SAMPLES = [*NORM, *ORDER, *INDEX, *ATTENTION, *CONV]

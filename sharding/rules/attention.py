@@ -34,8 +34,9 @@ def _attention(eqn: Eqn) -> Rule | None:
     known = {"query": q, "key": kv, "value": "b k !t !v", "out": f"b (k g) {s} !v"}
     known |= {"grad_out": known["out"], "grad_out_": known["out"]}
     for name in _MASK_NAMES:
-        if isinstance(args.get(name), Var):
-            known[name] = _mask_dims(args[name], s)
+        mask = args.get(name)
+        if isinstance(mask, Var) and len(mask.shape) > 1:  # an empty vector says that there is none
+            known[name] = _mask_dims(mask, s)
     rows = query.shape[2]
     for name in ("logsumexp", "log_sumexp"):
         if isinstance(args.get(name), Var):

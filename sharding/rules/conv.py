@@ -60,31 +60,53 @@ def _planes(n: int, linear: tuple[set[int | str], ...] = ()) -> Entry:
 
 
 _FIRST: tuple[set[int | str], ...] = ({0},)
-_LINEAR_2D = [
-    aten.avg_pool2d.default,
-    aten.avg_pool2d_backward.default,
-    aten._adaptive_avg_pool2d.default,
-    aten._adaptive_avg_pool2d_backward.default,
-    aten.max_pool2d_with_indices_backward.default,
-    aten.adaptive_max_pool2d_backward.default,
-    aten.upsample_nearest2d.default,
-    aten.upsample_nearest2d_backward.default,
-    aten.upsample_bilinear2d.default,
-    aten.upsample_bilinear2d_backward.default,
-]
-_LINEAR_3D = [
-    aten.avg_pool3d.default,
-    aten.avg_pool3d_backward.default,
-    aten._adaptive_avg_pool3d.default,
-    aten._adaptive_avg_pool3d_backward.default,
-    aten.max_pool3d_with_indices_backward.default,
-]
+
+# Per number of spatial dims: operations that are linear in their first operand, and those that are not.
+_LINEAR = {
+    1: [
+        aten.upsample_nearest1d.default,
+        aten.upsample_nearest1d_backward.default,
+        aten.upsample_linear1d.default,
+        aten.upsample_linear1d_backward.default,
+    ],
+    2: [
+        aten.avg_pool2d.default,
+        aten.avg_pool2d_backward.default,
+        aten._adaptive_avg_pool2d.default,
+        aten._adaptive_avg_pool2d_backward.default,
+        aten.max_pool2d_with_indices_backward.default,
+        aten.adaptive_max_pool2d_backward.default,
+        aten.upsample_nearest2d.default,
+        aten.upsample_nearest2d_backward.default,
+        aten._upsample_nearest_exact2d.default,
+        aten._upsample_nearest_exact2d_backward.default,
+        aten.upsample_bilinear2d.default,
+        aten.upsample_bilinear2d_backward.default,
+        aten._upsample_bilinear2d_aa.default,
+        aten._upsample_bilinear2d_aa_backward.default,
+        aten.upsample_bicubic2d.default,
+        aten.upsample_bicubic2d_backward.default,
+    ],
+    3: [
+        aten.avg_pool3d.default,
+        aten.avg_pool3d_backward.default,
+        aten._adaptive_avg_pool3d.default,
+        aten._adaptive_avg_pool3d_backward.default,
+        aten.max_pool3d_with_indices_backward.default,
+        aten.upsample_nearest3d.default,
+        aten.upsample_nearest3d_backward.default,
+        aten.upsample_trilinear3d.default,
+        aten.upsample_trilinear3d_backward.default,
+    ],
+}
+_OTHER = {
+    2: [aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default],
+    3: [aten.max_pool3d_with_indices.default],
+}
 
 ENTRIES: Mapping[Any, Entry] = {
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution,
-    **dict.fromkeys([aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default], _planes(2)),
-    **dict.fromkeys(_LINEAR_2D, _planes(2, _FIRST)),
-    aten.max_pool3d_with_indices.default: _planes(3),
-    **dict.fromkeys(_LINEAR_3D, _planes(3, _FIRST)),
+    **{op: _planes(n, _FIRST) for n, ops in _LINEAR.items() for op in ops},
+    **{op: _planes(n) for n, ops in _OTHER.items() for op in ops},
 }

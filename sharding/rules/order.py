@@ -36,6 +36,11 @@ def _scanned_sum(eqn: Eqn) -> Rule:
     return along(eqn, ({0},))
 
 
+def _of_all(eqn: Eqn) -> Rule:
+    """One number from all elements."""
+    return parse_rule(" ".join(f"!{x}" for x in letters(len(eqn.operands[0].shape))) + " -> ", eqn)
+
+
 def _searched(eqn: Eqn) -> Rule:
     """Positions in a sorted sequence: one sequence for all values, or one for each row of them."""
     if len(eqn.operands[0].shape) == 1:
@@ -61,6 +66,7 @@ _ALONG = [
 
 ENTRIES: Mapping[Any, Entry] = {
     **dict.fromkeys(_ALONG, along),
+    **dict.fromkeys([aten.median.default, aten.nanmedian.default], _of_all),
     aten.cumsum.default: _scanned_sum,
     aten.searchsorted.Tensor: _searched,
     aten.bucketize.Tensor: form("self: ..., boundaries: !n -> ..."),

@@ -14,6 +14,7 @@ from vescale_fn.localize.context import Context, Handler, local_dim
 from vescale_fn.localize.index import local_args
 from vescale_fn.sharding.graph import Var
 from vescale_fn.sharding.layout import Layout
+from vescale_fn.sharding.rules import conv
 from vescale_fn.sharding.rules.registry import operand_slots
 
 aten = torch.ops.aten
@@ -66,6 +67,7 @@ def _result_shape(name: str) -> Change:
     return lambda ctx, named: {name: ctx.local_shape(ctx.outs[0])}
 
 
+_RESAMPLE = [op for op in conv.ENTRIES if "upsample" in str(op)]
 _REFUSE_EMPTY = [
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
@@ -89,8 +91,7 @@ _REFUSE_EMPTY = [
     aten.avg_pool2d_backward.default,
     aten.avg_pool3d.default,
     aten.avg_pool3d_backward.default,
-    aten.upsample_nearest2d.default,
-    aten.upsample_bilinear2d.default,
+    *(op for op in _RESAMPLE if "backward" not in str(op)),
     aten.reflection_pad1d.default,
     aten.reflection_pad2d.default,
     aten.reflection_pad3d.default,
@@ -112,7 +113,6 @@ HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys([aten.amin.default, aten.min.default], _kernel(fill="highest")),
     **dict.fromkeys([aten.native_group_norm.default, aten.native_group_norm_backward.default], _kernel(_group_norm)),
     **dict.fromkeys([aten.convolution.default, aten.convolution_backward.default], _kernel(_convolution)),
-    aten.upsample_nearest2d_backward.default: _kernel(_result_shape("input_size")),
-    aten.upsample_bilinear2d_backward.default: _kernel(_result_shape("input_size")),
+    **{op: _kernel(_result_shape("input_size")) for op in _RESAMPLE if "backward" in str(op)},
     aten.unfold_backward.default: _kernel(_result_shape("input_sizes")),
 }
