@@ -3,7 +3,7 @@
 `owned` are the runs (start, stop) of global positions that this rank holds of an indexed dim, in local order, and
 `size` is the global extent of that dim. Reads of positions held elsewhere give zeros, so that the sum over ranks is
 the read; writes to them are dropped. A position outside [0, size) raises, as it does in torch. A rank may hold
-nothing.
+nothing. No function writes to its operands or returns memory of theirs: what is overwritten in a step rests on that.
 """
 
 from __future__ import annotations
