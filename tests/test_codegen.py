@@ -11,8 +11,10 @@ import pytest
 import torch
 from hand import Hand, assemble, aten, parts
 
+from vescale_fn import local_ops
 from vescale_fn.codegen import generate, identifier
 from vescale_fn.engines.virtual import VirtualEngine
+from vescale_fn.liveness import may_alias, may_write
 from vescale_fn.program import AxisIndex, LocalDim, Owned, Program
 from vescale_fn.sharding.comm import AllGather, AllReduce, Slice, ToPartial
 from vescale_fn.sharding.graph import Call, Graph, Scan, Source, Var
@@ -287,6 +289,12 @@ def test_the_ambient_context_changes_nothing() -> None:
         ((y,), *_) = run(program, [[torch.ones(4, 4, requires_grad=True)] * 4])
     assert y.dtype == torch.float32
     assert not y.requires_grad
+
+
+def test_functions_for_shards_share_no_memory() -> None:
+    assert [may_alias(f) for f in (local_ops.embedding_shard, operator.neg)] == [False, True]
+    assert [may_write(f) for f in (local_ops.embedding_shard, operator.neg)] == [False, True]
+    assert [may_write(op) for op in (aten.neg_.default, aten.neg.default)] == [True, False]
 
 
 def test_equal_programs_have_equal_fingerprints() -> None:

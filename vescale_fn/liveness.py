@@ -75,8 +75,7 @@ def waits(graph: Graph) -> dict[Eqn, int]:
 def _needs(e: Eqn, results: set[Var], operands: set[Var], family: Mapping[Var, Var]) -> bool:
     if not results.isdisjoint(e.reads):
         return True
-    writes = e.op._schema.is_mutable if isinstance(e.op, torch._ops.OpOverload) else not isinstance(e.op, COMMS)
-    return writes and any(family[v] in operands for v in e.operands)
+    return may_write(e.op) and any(family[v] in operands for v in e.operands)
 
 
 def _families(graph: Graph) -> Mapping[Var, Var]:
@@ -97,8 +96,21 @@ def _families(graph: Graph) -> Mapping[Var, Var]:
 
 @cache
 def may_alias(op: Any) -> bool:
-    """Whether results of `op` may share memory with its operands. Functions whose schema we cannot see: yes."""
+    """Whether results of `op` may share memory with its operands. Functions that we do not know: yes."""
     if isinstance(op, torch._ops.OpOverload):
         views = any(r.alias_info is not None for r in op._schema.returns)
         return views or op is torch.ops.aten._unsafe_view.default or torch.Tag.maybe_aliasing_or_mutating in op.tags
-    return not isinstance(op, (*COLLECTIVES, Slice))
+    return not isinstance(op, (*COLLECTIVES, Slice)) and not _makes_new(op)
+
+
+@cache
+def may_write(op: Any) -> bool:
+    """Whether `op` may write to its operands. Functions that we do not know: yes."""
+    if isinstance(op, torch._ops.OpOverload):
+        return bool(op._schema.is_mutable)
+    return not isinstance(op, COMMS) and not _makes_new(op)
+
+
+def _makes_new(op: Any) -> bool:
+    """The functions of `local_ops` promise to write nothing and to return memory of their own."""
+    return getattr(op, "__module__", "") == "vescale_fn.local_ops"
