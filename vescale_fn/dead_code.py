@@ -57,7 +57,7 @@ def _carries(scan: Scan, results: Sequence[int]) -> list[int]:
 
 
 def _needed_results(scan: Scan, results: Sequence[int]) -> list[int]:
-    """Results that are needed when `results` are: a carry is also needed when the body reads it for something needed."""
+    """Results that are needed when `results` are, carries included that the body reads for something needed."""
     needed = set(results)
     carry_in = {v: i for i, v in enumerate(scan.body.inputs[scan.num_consts :][: scan.num_carry])}
     while True:

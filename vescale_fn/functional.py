@@ -58,10 +58,10 @@ class _Replay(Interpreter):
             return super().call_function(target, args, kwargs)
         level = torch._C._functorch.maybe_current_level()
         assert level is not None
-        like = self.current.meta["val"]
+        operands = [_unwrapped(a) for a in args]
         with unseen():
-            fakes = [torch.empty_like(v) for v in like]
-            record_call(self.tracer, target.op, [_unwrapped(a) for a in args], fakes)
+            fakes = [torch.empty_like(v) for v in self.current.meta["val"]]
+            record_call(self.tracer, target.op, operands, fakes)
         return [torch._C._functorch._wrap_functional_tensor(t, level) for t in fakes]
 
 
@@ -69,7 +69,7 @@ def _unwrapped(value: Any) -> Any:
     """The tensor below a functionalize wrapper, writes applied."""
     if not isinstance(value, torch.Tensor) or not torch._is_functional_tensor(value):
         return value
-    torch._sync(value)  # type: ignore[no-untyped-call]
+    torch._sync(value)  # type: ignore[attr-defined]
     return torch._C._functorch._unwrap_functional_tensor(value, True)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vescale_fn.functional import outside_transforms
 from vescale_fn.interpret import evaluate_equation, run_graph
-from vescale_fn.primitives import RESHARD, Reshard
+from vescale_fn.primitives import RESHARD, constrained
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan
 from vescale_fn.split import as_backward, fresh, split
 from vescale_fn.trace import Aval, Trace, aval_of, current_trace
@@ -88,7 +88,7 @@ class Loop:
         loop, primals = self, operands[: len(self.avals)]
         if torch.is_grad_enabled() and any(requires_grad(x, below) for x in primals):
             loop, operands = differentiable(self), primals
-        return list(Primitive.apply(loop, *operands)[: self.num_results])
+        return list(apply(loop, operands)[: self.num_results])
 
     def record(self, operands: Sequence[Any]) -> tuple[Tensor, ...]:
         """The node itself; operands are free of transforms."""
@@ -116,7 +116,8 @@ def trace_body(fn: Body, avals: Sequence[Any], name: str) -> Graph:
         )
     if traced.captured:
         raise ValueError(
-            f"The derivative of {name} reads a tensor that {name} itself does not read. Pass it to {name} as an argument."
+            f"The derivative of {name} reads a tensor that {name} itself does not read. Pass it to {name} as an "
+            "argument."
         )
     return traced.graph
 
@@ -130,7 +131,7 @@ def replay(graph: Graph, operands: Sequence[Any]) -> list[Any]:
     def transformable(e: Eqn, args: Sequence[Any], kwargs: Any) -> list[Any]:
         with trace.lines.held_at(e.source, e.phase == "backward"):
             if e.op is RESHARD:
-                return [Reshard.apply(*args)]
+                return [constrained(*args)]
             if isinstance(e.op, (Scan, Call)):
                 return list(loop_of(e.op, args)(args))
             return evaluate_equation(e, args, kwargs)
@@ -158,7 +159,7 @@ class Primitive(torch.autograd.Function):
     """The node of a loop under grad, vmap and jvp."""
 
     @staticmethod
-    def forward(loop: Loop, *operands: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(loop: Loop, *operands: Any) -> tuple[Tensor, ...]:
         return loop.record(operands)
 
     @staticmethod
@@ -189,6 +190,12 @@ class Primitive(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], loop: Loop, *operands: Any) -> Any:
         return batch(loop, operands, in_dims[1:], info.batch_size)
+
+
+def apply(loop: Loop, operands: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Results and residuals of a loop, recorded as one node."""
+    results: tuple[Tensor, ...] = Primitive.apply(loop, *operands)  # type: ignore[no-untyped-call]
+    return results
 
 
 def requires_grad(x: Any, below: int | None = None) -> bool:
@@ -295,7 +302,8 @@ class Adjoint:
             results = self.loop.fn(*merge(primals, changed, self.is_float))
             return floats(results[: self.num_cotangents]), results
 
-        _, pull, results = torch.func.vjp(results_of, *floats(primals), has_aux=True)
+        pull: Any
+        _, pull, results = torch.func.vjp(results_of, *floats(primals), has_aux=True)  # type: ignore[misc]
         gradients = iter(pull([*carries_out, *stacked]))
         of_consts, of_carries, of_slices = ([next(gradients) for _ in floats(p)] for p in (consts, carries, slices))
         return results, [*of_carries, *(a + g for a, g in zip(sums, of_consts)), *of_slices]
@@ -356,9 +364,8 @@ def push_forward(loop: Loop, operands: Sequence[Any], tangents: Sequence[Any]) -
             return tuple(floats(results)), results
 
         directions = tuple(t for _, ts in taken for t in ts)
-        _, outs, results = torch.func.jvp(results_of, tuple(floats(primals)), directions, has_aux=True)
-        carried = len(floats(loop.result_avals[: form.num_carry]))
-        return [*results[: form.num_carry], *outs[:carried], *outs[carried:]]
+        _, outs, results = torch.func.jvp(results_of, tuple(floats(primals)), directions, has_aux=True)  # type: ignore[misc]
+        return [*results[: form.num_carry], *outs]
 
     flat = [x for part in both for x in part]
     results = Loop.of(fn, pushed, operand_avals(pushed, flat))(flat)
@@ -383,13 +390,13 @@ def batch(loop: Loop, operands: Sequence[Any], in_dims: Sequence[int | None], si
     primal_flags = tuple(flags[: len(loop.avals)])
 
     def fn(*values: Any) -> Sequence[Any]:
-        return torch.vmap(lambda *one: tuple(loop.fn(*one)), primal_flags)(*values)  # type: ignore[no-any-return]
+        return torch.vmap(lambda *one: tuple(loop.fn(*one)), primal_flags)(*values)
 
     def recorded(*values: Any) -> Sequence[Any]:
-        return torch.vmap(lambda *one: tuple(replay(loop.graph, one)), tuple(flags))(*values)  # type: ignore[no-any-return]
+        return torch.vmap(lambda *one: tuple(replay(loop.graph, one)), tuple(flags))(*values)
 
     avals = operand_avals(form, moved)
     graph = trace_body(recorded, avals, form.name)
     batched = Loop(fn, form, graph, avals[: len(loop.avals)], loop.num_results, loop.keeps_carry)
-    results = Primitive.apply(batched, *moved)
+    results = apply(batched, moved)
     return results, tuple(0 if i < form.num_carry else form.batch_dim for i in range(len(results)))

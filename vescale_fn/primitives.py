@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_fn.sharding.bind import bind_sized, resolve
+from vescale_fn.sharding.bind import bind_sized, check_shape
 from vescale_fn.sharding.forms import SpecLike, as_spec
 from vescale_fn.sharding.grammar import parse
 from vescale_fn.sharding.graph import Eqn
@@ -32,7 +32,7 @@ class Reshard(torch.autograd.Function):
     """The identity, with a wish for the layout of the value; its gradient has the same wish."""
 
     @staticmethod
-    def forward(x: Tensor, spec: str) -> Tensor:  # type: ignore[override]
+    def forward(x: Tensor, spec: str) -> Tensor:
         result: Tensor = RESHARD(x, spec)
         return result
 
@@ -41,16 +41,22 @@ class Reshard(torch.autograd.Function):
         ctx.spec = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return Reshard.apply(grad, cotangent_spec(ctx.spec)), None
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return constrained(grad, cotangent_spec(ctx.spec)), None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:  # type: ignore[override]
-        return Reshard.apply(tangent, ctx.spec)
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:
+        return constrained(tangent, ctx.spec)
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], x: Tensor, spec: str) -> Any:
-        return Reshard.apply(x.movedim(in_dims[0] or 0, 0), f"_ {spec}".strip()), 0
+        return constrained(x.movedim(in_dims[0] or 0, 0), f"_ {spec}".strip()), 0
+
+
+def constrained(x: Tensor, spec: str) -> Tensor:
+    """x with the wish to live where the spec says, under any transform."""
+    result: Tensor = Reshard.apply(x, spec)  # type: ignore[no-untyped-call]
+    return result
 
 
 def cotangent_spec(spec: str) -> str:
@@ -90,10 +96,10 @@ def reshard(x: Any, spec: SpecLike, **sizes: int | Sequence[int]) -> Any:
         return move(x, parsed, **given)
     value = x if trace is None else trace.bring(x)
     try:
-        resolve(parsed, tuple(value.shape), given)
+        check_shape(spec, tuple(value.shape), **sizes)
     except SpecError as e:
         raise e.within("vf.reshard") from None
-    return value if trace is None else Reshard.apply(value, str(parsed.with_sizes(given)))
+    return value if trace is None else constrained(value, str(parsed.with_sizes(given)))
 
 
 with_sharding_constraint = reshard

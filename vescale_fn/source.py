@@ -15,6 +15,7 @@ from types import TracebackType
 
 import optree
 import torch
+from torch._C._autograd import _get_sequence_nr
 
 from vescale_fn.sharding.graph import Source
 
@@ -55,7 +56,7 @@ class Lines:
     """The lines of the autograd nodes made so far, by sequence number."""
 
     def __init__(self) -> None:
-        self._first = self._next = torch.autograd._get_sequence_nr()
+        self._first = self._next = _get_sequence_nr()
         self._lines: list[Source] = []
         self._held: tuple[Source, bool] | None = None
 
@@ -85,6 +86,6 @@ class Lines:
     def _fill(self, source: Source) -> None:
         """The nodes made since the last operation belong to this one: an operation makes one for each level of grad,
         before it is dispatched."""
-        now = torch.autograd._get_sequence_nr()
+        now = _get_sequence_nr()
         self._lines += [source] * (now - self._next)
         self._next = now

@@ -187,13 +187,14 @@ def _closed(body: Callable[..., list[Any]], closures: Sequence[Any]) -> Callable
 def _length(xs: Any, length: int | None) -> int:
     """The number of iterations."""
     paths, leaves, _ = flatten_with_paths(xs)
-    extents = {p: x.shape[0] if x.ndim else None for p, x in zip(paths, leaves) if hasattr(x, "ndim")}
+    extents: dict[str, int | None] = {
+        p: x.shape[0] if x.ndim else None for p, x in zip(paths, leaves) if hasattr(x, "ndim")
+    }
     if length is not None:
         extents["length="] = length
     if len(set(extents.values())) != 1 or None in extents.values():
         raise ValueError(errors.scan_extents(extents))
-    (n,) = set(extents.values())
-    assert n is not None
+    n = next(iter(extents.values())) or 0
     if n == 0:
         raise ValueError(errors.empty_scan())
     return n
@@ -202,7 +203,7 @@ def _length(xs: Any, length: int | None) -> int:
 def _checked(out: Any, before: Any, paths: Sequence[str]) -> tuple[list[Any], Any]:
     """Leaves of the new carry, and y. Raises when the body does not return a carry of the form it got."""
     if not isinstance(out, tuple) or len(out) != 2:
-        raise ValueError(errors.scan_result(type(out).__name__))
+        raise ValueError(errors.scan_result("tensor" if isinstance(out, Tensor) else type(out).__name__))
     old, new = flatten(before), flatten(out[0])
     if old[1] != new[1]:
         raise ValueError(errors.carry_tree(old[1], new[1]))

@@ -277,7 +277,7 @@ class Trace:
 
     def _guarded(self, arguments: Sequence[Any]) -> frozenset[int]:
         """Float arguments on whose value the trace took a decision."""
-        symbols = {v.node.expr: i for i, v in enumerate(arguments) if isinstance(v, torch.SymFloat)}
+        symbols = {v.node._expr: i for i, v in enumerate(arguments) if isinstance(v, torch.SymFloat)}
         env = self.mode.shape_env
         assert env is not None
         return frozenset(symbols[s] for g in env.guards for s in g.expr.free_symbols if s in symbols)

@@ -80,7 +80,10 @@ def scan_result(kind: str) -> str:
 
 
 def carry_tree(before: object, after: object) -> str:
-    return f"vf.scan: the body got a carry of the form {before} and returned one of the form {after}. They must be equal."
+    return (
+        f"vf.scan: the body got a carry of the form {before} and returned one of the form {after}. Return the carry in "
+        "the form in which it came."
+    )
 
 
 def carry_leaf(path: str, before: str, after: str) -> str:
