@@ -69,7 +69,17 @@ def rows(mesh: MeshShape, size: int) -> Program:
     return hand.program(hand.op(AllReduce(("x",)), (y,), hand.like(x, "z", x=WHOLE)))
 
 
-PROGRAMS = {"every_collective": every_collective, "looped": looped, "rows": rows}
+def overwriting(mesh: MeshShape) -> Program:
+    """A sum of a value that nothing reads afterwards, with work to do meanwhile."""
+    hand = Hand(mesh)
+    x = hand.input("x", (6,), {"x": Partial()}, torch.float32)
+    y = hand.op(aten.neg.default, (x,), hand.like(x, "y"))
+    z = hand.op(AllReduce(("x",)), (y,), hand.like(x, "z", x=WHOLE))
+    w = hand.op(aten.neg.default, (x,), hand.like(x, "w"))
+    return hand.program(hand.op(aten.add.Tensor, (z, w), hand.like(x, "s")))
+
+
+PROGRAMS = {"overwriting": overwriting, "every_collective": every_collective, "looped": looped, "rows": rows}
 
 
 def inputs(program: Program) -> list[list[Tensor]]:
@@ -124,3 +134,21 @@ def run_with_failure(process: int, processes: int, when: str) -> Any:
         message, seconds = str(error), time.monotonic() - started
         return message, seconds, executable([[torch.ones(4)]])[0][0].tolist()
     return None
+
+
+def run_and_leave(process: int, processes: int) -> Any:
+    """Process 1 leaves after the first call, the others go on."""
+    shape = MeshShape(("x",), (processes,))
+    engine = TorchDistEngine(Mesh(shape, "torchdist", processes=processes, process=process))
+    executable = engine.load(rows(shape, 4))
+    executable([[torch.ones(4)]])
+    if process == 1:
+        for wire in engine.wires.values():
+            torch.distributed.destroy_process_group(wire.group)
+        engine.wires.clear()
+        return None
+    try:
+        executable([[torch.ones(4)]])
+    except RuntimeError as error:
+        return str(error)
+    return "no error"

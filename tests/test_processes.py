@@ -53,6 +53,17 @@ def test_collectives_inside_loops(pool: Pool) -> None:
     assert_same_bits(pool.run(tasks.run, "looped", (2,)), virtual("looped", (2,)))
 
 
+def test_sums_in_place_while_others_work(pool: Pool) -> None:
+    assert_same_bits(pool.run(tasks.run_native, "overwriting", (2,)), virtual("overwriting", (2,)))
+
+
+def test_a_process_that_ends_is_a_message(pool: Pool) -> None:
+    message, _ = pool.run(tasks.run_and_leave)
+    assert message.startswith(
+        "Process 0, which holds rank 0 (x=0), lost the connection to another process, which ended without saying why."
+    )
+
+
 def test_different_programs_are_a_message(pool: Pool) -> None:
     got = pool.run(tasks.run_different, processes=3)
     assert all(seconds < 10 for _, seconds in got)

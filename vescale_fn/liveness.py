@@ -60,22 +60,25 @@ def sole_readers(graph: Graph, eqns: Iterable[Eqn], owned_inputs: frozenset[Var]
 def waits(graph: Graph) -> dict[Eqn, int]:
     """Collectives with local work between their start and the first need of their results, and the equation before
     which each must be finished: one that reads a result, or that may write to an operand."""
-    family = _families(graph)
+    family, n = _families(graph), len(graph.eqns)
+    first_read: dict[Var, int] = {}
+    writes: list[tuple[int, set[Var]]] = []  # equations that may write, and what they may write to
+    work = [0]  # local equations before each equation
+    for i, e in enumerate(graph.eqns):
+        for v in e.reads:
+            first_read.setdefault(v, i)
+        if may_write(e.op):
+            writes.append((i, {family[v] for v in e.operands}))
+        work.append(work[-1] + (not isinstance(e.op, COLLECTIVES)))
     found = {}
     for i, e in enumerate(graph.eqns):
         if isinstance(e.op, COLLECTIVES):
-            results, operands = set(e.outs), {family[v] for v in e.operands}
-            later = range(i + 1, len(graph.eqns))
-            end = next((j for j in later if _needs(graph.eqns[j], results, operands, family)), len(graph.eqns))
-            if any(not isinstance(x.op, COLLECTIVES) for x in graph.eqns[i + 1 : end]):
+            operands = {family[v] for v in e.operands}
+            written = next((j for j, touched in writes if j > i and touched & operands), n)
+            end = min([written, *(first_read.get(v, n) for v in e.outs)])
+            if work[end] > work[i + 1]:
                 found[e] = end
     return found
-
-
-def _needs(e: Eqn, results: set[Var], operands: set[Var], family: Mapping[Var, Var]) -> bool:
-    if not results.isdisjoint(e.reads):
-        return True
-    return may_write(e.op) and any(family[v] in operands for v in e.operands)
 
 
 def _families(graph: Graph) -> Mapping[Var, Var]:

@@ -84,11 +84,14 @@ class Watch:
             try:
                 work.wait(_LOOK)
                 return
-            except RuntimeError:
+            except RuntimeError as error:
                 self.look()
                 self.compare()
                 if work.is_completed():
-                    raise
+                    raise PeerError(
+                        f"{self.who} lost the connection to another process, which ended without saying why. Look for "
+                        f"its last output: it may have been killed, or have left its training loop early. ({error})"
+                    ) from error
 
 
 def _mismatch(who: str, source: str, me: str, mine: str) -> str:
