@@ -49,7 +49,7 @@ def cuda_eqn(op: Any, *args: Any, **kwargs: Any) -> Eqn:
     return Eqn(op, tuple(var(x) if isinstance(x, torch.Tensor) else x for x in given), kwargs, tuple(map(var, outs)))
 
 
-Q, KV, BIAS, ROWS, SEED = t(2, 4, 6, 8), t(2, 2, 5, 8), t(2, 1, 6, 5), t(2, 4, 6), t()
+Q, KV, KEYS, BIAS, ROWS, SEED = t(2, 4, 6, 8), t(2, 2, 5, 8), t(2, 4, 5, 8), t(2, 1, 6, 5), t(2, 4, 6), t()
 INS = "b (k g) s !e, b k !t !e, b k !t !v"
 GRADS = "b (k g) s !e, b k !t !e, b k !t !v"
 
@@ -74,8 +74,10 @@ GRADS = "b (k g) s !e, b k !t !e, b k !t !v"
         ),
         (
             aten._scaled_dot_product_efficient_attention_backward.default,
-            (Q, Q, KV, KV, BIAS, Q, t(2, 4, 32), SEED, SEED, 0.0, [True] * 4),
-            f"b (k g) s !v, {INS}, b 1 s !t, b (k g) s !v, b (k g) !padded, ,  -> {GRADS}, b 1 s !t",
+            (Q, Q, KEYS, KEYS, BIAS, Q, t(2, 4, 32), SEED, SEED, 0.0, [True] * 4),
+            f"b (k g) s !v, {INS}, b 1 s !t, b (k g) s !v, b (k g) !padded, ,  -> {GRADS}, b 1 s !t".replace(
+                "(k g)", "k"
+            ),
         ),
         (
             aten._scaled_dot_product_cudnn_attention.default,

@@ -9,6 +9,7 @@ give to keys and values is a partial sum.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +20,6 @@ from vescale_fn.sharding.rules.rule import Rule
 
 aten = torch.ops.aten
 
-_MASK_NAMES = ("attn_mask", "attn_bias")
-
 
 def _attention(eqn: Eqn) -> Rule | None:
     """One rule for all kernels, which differ in what else they take and return. Attention with dropout has no rule:
@@ -28,54 +27,55 @@ def _attention(eqn: Eqn) -> Rule | None:
     args = bound_args(eqn)
     if args["dropout_p"]:
         return None
-    query, key = args["query"], args["key"]
-    s = "!s" if args["is_causal"] else "s"
-    q, kv = f"b (k g) {s} !e", "b k !t !e"
-    known = {"query": q, "key": kv, "value": "b k !t !v", "out": f"b (k g) {s} !v"}
-    known |= {"grad_out": known["out"], "grad_out_": known["out"]}
-    for name in _MASK_NAMES:
-        mask = args.get(name)
-        if isinstance(mask, Var) and len(mask.shape) > 1:  # an empty vector says that there is none
-            known[name] = _mask_dims(mask, s)
-    rows = query.shape[2]
-    for name in ("logsumexp", "log_sumexp"):
-        if isinstance(args.get(name), Var):
-            known[name] = _row_dims(args[name], rows, s)
-    others = {name: _whole(v, name) for name, v in args.items() if isinstance(v, Var) and name not in known}
-    present = {name: dims for name, dims in (known | others).items() if isinstance(args.get(name), Var)}
-    backward = "logsumexp" in args
-    results = [q, kv, known["value"], known.get("attn_bias", "")] if backward else [known["out"]]
-    texts = [_result(v, i, results, rows, s, backward) for i, v in enumerate(eqn.outs)]
-    left = ", ".join(f"{name}: {dims}" for name, dims in present.items())
-    grad = "grad_out_" if "grad_out_" in present else "grad_out"
-    linear = [{grad}] if backward else []
-    return parse_rule(f"{left} -> {', '.join(texts)}", eqn, linear=linear, sizes={"k": key.shape[1]})
+    tensors = {name: v for name, v in args.items() if isinstance(v, Var)}
+    dims = _Dims("!s" if args["is_causal"] else "s", args["query"].shape[2])
+    left = ", ".join(f"{name}: {dims.operand(name, v)}" for name, v in tensors.items())
+    gradients = "logsumexp" in tensors
+    right = ", ".join(dims.result(i, v, gradients) if v.is_tensor else "" for i, v in enumerate(eqn.outs))
+    linear = [{name} for name in ("grad_out", "grad_out_") if name in tensors]
+    return parse_rule(f"{left} -> {right}", eqn, linear=linear, sizes={"k": args["key"].shape[1]})
 
 
-def _result(v: Var, i: int, results: list[str], rows: int, s: str, backward: bool) -> str:
-    """Dims of result i: the named ones, then the log of the sums per row, then seeds and the like."""
-    if not v.is_tensor:
-        return ""
-    if i < len(results):
-        return results[i] if v.shape else ""
-    return _row_dims(v, rows, s) if i == 1 and not backward else _whole(v, f"r{i}")
+@dataclass(frozen=True)
+class _Dims:
+    """The dims of what attention takes and returns. `s`: the letter of the queries, `rows`: how many there are."""
+
+    s: str
+    rows: int
+
+    def operand(self, name: str, v: Var) -> str:
+        if name in ("grad_out", "grad_out_", "out"):
+            return self.heads("v")
+        if name in ("query", "key", "value"):
+            return {"query": self.heads("e"), "key": "b k !t !e", "value": "b k !t !v"}[name]
+        if name in ("attn_mask", "attn_bias"):
+            return self.mask(name, v)
+        return self.sums(v) if name == "logsumexp" else _whole(name, v)
+
+    def result(self, i: int, v: Var, gradients: bool) -> str:
+        """Forward: the output, the log of the sums, seeds and such. Backward: gradients of query, key, value, mask."""
+        if gradients:
+            return (self.heads("e"), "b k !t !e", "b k !t !v", self.mask("r3", v))[i]
+        return (self.heads("v"), self.sums(v))[i] if i < 2 else _whole(f"r{i}", v)
+
+    def heads(self, width: str) -> str:
+        return f"b (k g) {self.s} !{width}"
+
+    def sums(self, v: Var) -> str:
+        """One a row, perhaps with a dim of size one behind; some kernels pad the rows, which then must be whole."""
+        row = self.s if v.shape[2:3] == (self.rows,) else "!padded"
+        return " ".join(["b (k g)", row, *["1"] * (len(v.shape) - 3)]) if len(v.shape) > 2 else _whole("sums", v)
+
+    def mask(self, name: str, v: Var) -> str:
+        """It broadcasts against `batch heads queries keys`. An empty vector says that there is none."""
+        if len(v.shape) < 2:
+            return _whole(name, v)
+        dims = ["b", "(k g)", self.s, "!t"][4 - len(v.shape) :]
+        return " ".join("1" if n == 1 else d for d, n in zip(dims, v.shape))
 
 
-def _row_dims(v: Var, rows: int, s: str) -> str:
-    """The log of the sums, one a row; some kernels pad the rows, which then must be whole."""
-    if len(v.shape) < 3:
-        return _whole(v, "sums")
-    return " ".join([f"b (k g) {s if v.shape[2] == rows else '!padded'}", *["1"] * (len(v.shape) - 3)])
-
-
-def _mask_dims(mask: Var, s: str) -> str:
-    """A mask broadcasts against `batch heads queries keys`."""
-    dims = ["b", "(k g)", s, "!t"][4 - len(mask.shape) :]
-    return " ".join("1" if n == 1 else d for d, n in zip(dims, mask.shape))
-
-
-def _whole(v: Var, stem: str) -> str:
-    return " ".join(f"!{stem}{d}" for d, _ in enumerate(v.shape))
+def _whole(name: str, v: Var) -> str:
+    return " ".join(f"!{name}{d}" for d, _ in enumerate(v.shape))
 
 
 ENTRIES: Mapping[Any, Entry] = dict.fromkeys(
