@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Any
 
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var
 from vescale_fn.sharding.layout import Layout
@@ -89,16 +90,14 @@ def build(
 ) -> Problem:
     """The problem of a graph; arguments as for `solve`."""
     problem = Problem()
-    free = (o for o in sorted(continues) if outputs[o] is None and continues[o] not in inputs)
-    tied: dict[Var, int] = {}
-    for o in free:
-        tied.setdefault(continues[o], o)
+    free = [o for o in sorted(continues, reverse=True) if outputs[o] is None and continues[o] not in inputs]
+    tied = {continues[o]: o for o in free}  # inputs whose layout is that of an output, the first one
     for v in graph.inputs:
         if v.is_tensor and v not in tied:
             problem.add(Node((), (v,), _creation(v), layout=inputs.get(v)))
     _add_equations(problem, graph, constraints, rule_for, 1)
     for o, (v, layout) in enumerate(zip(graph.outputs, outputs, strict=True)):
-        if not isinstance(v, Var) or not v.is_tensor:
+        if not _is_tensor(v):
             problem.outputs.append(None)
             continue
         start = continues.get(o)
@@ -188,32 +187,30 @@ def _add_sub_program(
     """Operands enter the body, its equations run, its outputs leave. In a loop, what is iterated over loses dim 0 on
     the way in and gains it on the way out, and a carry has one state: at the start, in the body, and after it."""
     op, body = e.op, e.op.body
-    loop = op if isinstance(op, Scan) else None
-    inner = times * (loop.length if loop else 1)
-    carries = range(loop.num_consts, loop.num_consts + loop.num_carry) if loop else range(0)
-    slot = count()
-    starts: dict[int, tuple[Var, int]] = {}
-    for position, (a, v) in enumerate(zip(e.args, body.inputs)):
-        if not isinstance(a, Var) or not a.is_tensor:
-            continue
-        problem.times[v] = inner
-        if position in carries:
-            starts[position] = (a, next(slot))
-        else:
-            iterated = loop is not None and position >= carries.stop
-            problem.add(Node((a,), (v,), _copy(v, drop=iterated), None, e, (next(slot),), times))
+    loop = isinstance(op, Scan)
+    consts, carries = (op.num_consts, op.num_carry) if isinstance(op, Scan) else (0, 0)
+    inner = times * op.length if isinstance(op, Scan) else times
+    slots = count()
+    entries = [(a, v, next(slots)) if _is_tensor(a) else None for a, v in zip(e.args, body.inputs, strict=True)]
+    for i, entry in enumerate(entries):
+        if entry is not None:
+            a, v, slot = entry
+            problem.times[v] = inner
+            if not consts <= i < consts + carries:
+                iterated = loop and i >= consts + carries
+                problem.add(Node((a,), (v,), _copy(v, drop=iterated), None, e, (slot,), times))
     _add_equations(problem, body, constraints, rule_for, inner)
-    for j, (inside, outside) in enumerate(zip(body.outputs, e.outs)):
-        if not outside.is_tensor or not isinstance(inside, Var):
-            continue
-        start = starts.get(carries.start + j)
-        if start is not None and j < len(carries):
-            a, at = start
-            v = body.inputs[carries.start + j]
-            problem.add(Node((a, inside), (v, outside), _carry(outside), None, e, (at, -1), times))
-        else:
-            copy = _copy(inside, add=loop is not None)
-            problem.add(Node((inside,), (outside,), copy, None, e, (-1,), times))
+    for j, (inside, outside) in enumerate(zip(body.outputs, e.outs, strict=True)):
+        start = entries[consts + j] if j < carries else None
+        if start is not None:
+            a, v, slot = start
+            problem.add(Node((a, inside), (v, outside), _carry(v), None, e, (slot, -1), times))
+        elif _is_tensor(inside):
+            problem.add(Node((inside,), (outside,), _copy(inside, add=loop), None, e, (-1,), times))
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Var) and x.is_tensor
 
 
 # --- rules of the places where states agree ---------------------------------------------------------------------------

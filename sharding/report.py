@@ -43,6 +43,8 @@ def _as_given(p: AxisProblem, axis: str) -> dict[Var, Var]:
 
 
 def _reason(p: AxisProblem, choice: Choice, user: Node) -> str:
+    while user.eqn and is_view(user.eqn) and _can_split(p, user) and user.results[0] in p.problem.users:
+        user = p.problem.users[user.results[0]][0][0]  # what the view is for
     if user.eqn is None:
         return "the step returns it whole"
     if user.layout is not None:
@@ -54,6 +56,10 @@ def _reason(p: AxisProblem, choice: Choice, user: Node) -> str:
         return f"{where} works on parts of its other operands"
     other = next((s for s in p.strategies[user] if s.letter), None)
     return f"{where} cannot work on parts of it" if other is None else f"for {where} that is cheaper than {other}"
+
+
+def _can_split(p: AxisProblem, node: Node) -> bool:
+    return any(s.letter for s in p.strategies[node])
 
 
 def _repeated(p: AxisProblem, choice: Choice, axis: str) -> Iterator[str]:

@@ -21,11 +21,12 @@ from torch.func import grad
 from vescale_fn.normalize import drop_metadata_reads
 from vescale_fn.sharding.choice import AxisProblem
 from vescale_fn.sharding.classes import classes_of, each_alone
+from vescale_fn.sharding.digits import exists
 from vescale_fn.sharding.exact import solve_exact
 from vescale_fn.sharding.explain import explain, find
 from vescale_fn.sharding.fallback import solve_locally
-from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Source, Var, type_text
-from vescale_fn.sharding.layout import WHOLE, Layout, Partial, Shard, State, Whole
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Source, Var
+from vescale_fn.sharding.layout import WHOLE, Layout, Partial, Shard, State
 from vescale_fn.sharding.mesh import MeshShape
 from vescale_fn.sharding.plan import Plan
 from vescale_fn.sharding.plan_file import PlanFileError, diff, dump, equations, graph_hash, load, variables
@@ -240,6 +241,20 @@ def test_the_plan_does_not_depend_on_the_hashes_of_strings() -> None:
         for seed in ("1", "2")
     }
     assert len(plans) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(small_problems(), st.lists(st.sampled_from([WHOLE, Shard(0), Shard(1), Shard(0, 2)]), min_size=3, max_size=3))
+def test_every_layout_of_a_plan_exists(
+    case: tuple[Graph, dict[Var | int, States], frozenset[int], dict[int, States]], second: list[State]
+) -> None:
+    graph, inputs, data, _ = case
+    mesh = MeshShape(("tp", "dp"), (2, 2))
+    both = {i: {**inputs[i], "dp": s} for i, s in zip(range(len(graph.inputs)), second)}
+    possible = {i: s for i, s in both.items() if exists(Layout.of(mesh, graph.inputs[i].shape, s))}
+    plan = plan_of(graph, mesh, possible, data=data)
+    layouts = [*plan.values.values(), *chain.from_iterable(plan.operands.values()), *plan.outputs]
+    assert all(exists(x) for x in layouts if x is not None)
 
 
 def test_nodes_that_look_alike_are_treated_alike_and_that_costs_nothing() -> None:
@@ -493,6 +508,43 @@ def test_sizes_that_do_not_divide_stay_whole() -> None:
     assert plan.messages == ("in0 is gathered along tp: aten.view at step.py:1 cannot work on parts of it.",)
 
 
+@pytest.mark.parametrize("spec", [Shard(0), Shard(1)])
+def test_gathers_of_what_the_user_sharded_are_reported(spec: State) -> None:
+    b = Builder()
+    graph = b.graph(b.mm(b.input(8, 8), b.input(8, 8)))
+    plan = plan_of(graph, DP, {0: {"dp": Shard(0)}, 1: {"dp": spec}}, data=[0])
+    assert plan.messages == ("in1 is gathered along dp: aten.mm at step.py:1 works on parts of its other operands.",)
+
+
+def test_gathers_that_the_user_asked_for_say_so() -> None:
+    b = Builder()
+    x, y = b.input(8, 8), b.input(8, 8)
+    whole = b.op(CONSTRAINT, b.t(y), shape=(8, 8))
+    plan = plan_of(
+        b.graph(x, b.relu(whole)),
+        DP,
+        {0: {"dp": Shard(0)}, 1: {"dp": Shard(0)}},
+        outputs={0: {}},
+        constraints={b.eqns[1]: {}},
+    )
+    assert plan.messages == (
+        "in0 is gathered along dp: the step returns it whole.",
+        "in1 is gathered along dp: the constraint at step.py:2 asks for it whole.",
+    )
+
+
+def test_repeated_work_is_reported() -> None:
+    b = Builder()
+    bias, x, w = b.input(8), b.input(8, 8), b.input(8, 8)
+    y = b.op(aten.addmm.default, bias, x, w, shape=(8, 8))
+    plan = plan_of(b.graph(y), DP, {1: {"dp": Shard(1)}})
+    assert plan.messages == (
+        "in1 is gathered along dp: aten.addmm at step.py:1 cannot work on parts of it.",
+        "Every rank along dp repeats aten.addmm at step.py:1, although in1 is sharded: the operation has no dim that "
+        "could be split instead.",
+    )
+
+
 def test_an_axis_of_size_one_costs_nothing_and_says_nothing() -> None:
     mesh = MeshShape(("dp", "tp"), (1, 1))
     plan = plan_of(traced(mlp_step, *MLP), mesh, {0: {"dp": Shard(0)}}, data=[0])
@@ -641,11 +693,14 @@ def test_diff_lists_what_changed() -> None:
     ]
 
 
-def test_operations_without_a_rule_and_repeated_work_are_reported() -> None:
+def test_operations_without_a_rule_are_reported() -> None:
     b = Builder()
     x, w = b.input(8, 8), b.input(8, 8)
-    y = b.op("mystery", x, shape=(8, 8))
+    y = b.op(aten.histc.default, x, shape=(8, 8))
     plan = plan_of(b.graph(b.mm(y, w)), TP, {0: {"tp": Shard(0)}})
-    assert any("has no rule: every rank does all of it" in m for m in plan.messages)
-    assert isinstance(plan.values[y]["tp"], Whole)
-    assert type_text(y) == "f32[8, 8]"
+    assert plan.values[y]["tp"] == WHOLE
+    assert plan.messages == (
+        "in0 is gathered along tp: aten.histc at step.py:1 has no rule.",
+        "aten.histc at step.py:1 has no rule: every rank does all of it. State one with "
+        'vescale_fn.register_rule(op, "b !d -> b !d").',
+    )
