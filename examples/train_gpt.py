@@ -11,13 +11,14 @@ Without --data the text is the Python source of the running interpreter's standa
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import shutil
 import sys
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +157,8 @@ def continue_text(params: dict[str, Any], prompt: bytes, length: int, seq: int, 
 class Progress:
     """One line that is rewritten in place on a terminal, and now and then a line elsewhere."""
 
-    def __init__(self, steps: int, tokens: int) -> None:
-        self.steps, self.tokens = steps, tokens
+    def __init__(self, title: str, steps: int, tokens: int) -> None:
+        self.title, self.steps, self.tokens = title, steps, tokens
         self.live = sys.stdout.isatty()
         self.start = 0.0
 
@@ -166,7 +167,7 @@ class Progress:
         if step == 1:
             self.start = now  # the first step also compiled the program
         rate = (step - 1) / max(now - self.start, 1e-9)
-        line = f"step {step:4}/{self.steps}   loss {value:.4f}"
+        line = f"{self.title} {step:4}/{self.steps}   loss {value:.4f}"
         if step > 1:
             minutes, seconds = divmod(round((self.steps - step) / rate), 60)
             line += f"   {rate * self.tokens:,.0f} tokens/s   {minutes}:{seconds:02} left"
@@ -195,19 +196,13 @@ def describe(mesh: vf.Mesh, params: dict[str, Any], rules: Any, lowered: Any) ->
     vf.print0()
 
 
-def largest_difference(a: Any, b: Any) -> float:
-    """Between the leaves of two trees, Arrays made whole."""
-    pairs = zip(*map(optree.tree_leaves, (a, b)), strict=True)
-    return max(float((x.full() - y).abs().max()) for x, y in pairs)
-
-
 # ---- the job
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", default="dp=2,tp=2", help="sizes of the axes dp and tp")
-    parser.add_argument("--steps", type=int, help="default 300, or 20 with --check")
+    parser.add_argument("--steps", type=int, help="default 500, or 20 with --check")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256, help=f"a multiple of {HEAD}")
     parser.add_argument("--seq", type=int, default=128, help="bytes in a sequence")
@@ -217,9 +212,22 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="a file of text")
     parser.add_argument("--check", action="store_true", help="train in float64 beside the plain function on one device")
     args = parser.parse_args()
-    args.steps = args.steps or (20 if args.check else 300)
+    args.steps = args.steps or (20 if args.check else 500)
     args.mesh = {"dp": 1, "tp": 1} | {name: int(n) for name, n in (a.split("=") for a in args.mesh.split(","))}
     return args
+
+
+def train(
+    step: Any, state: Any, stream: Iterator[Any], args: argparse.Namespace, title: str
+) -> tuple[Any, list[float]]:
+    """The state after all steps, and the loss of each."""
+    progress, losses = Progress(title, args.steps, args.batch * args.seq), []
+    for batch in itertools.islice(stream, args.steps):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+        progress.show(len(losses), losses[-1])
+    progress.close()
+    return state, losses
 
 
 def main() -> None:
@@ -227,9 +235,14 @@ def main() -> None:
     mesh = vf.make_mesh(**args.mesh)
     text = read_text(args.data)
     cut = len(text) * 19 // 20
-    train, held_out = text[:cut], text[cut:]
-    if len(held_out) <= args.seq:
+    if len(text) - cut <= args.seq:
         raise SystemExit(f"{args.data} has {len(text)} bytes; --seq {args.seq} needs at least {20 * (args.seq + 2)}.")
+
+    def plain_batches(part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        return batches(part, args.batch, args.seq, args.seed)
+
+    def placed_batches(part: Tensor) -> Iterator[Any]:
+        return (vf.device_put(b, "b/dp t", mesh) for b in plain_batches(part))
 
     start = init(args.layers, args.width, args.seed)
     if args.check:
@@ -238,33 +251,23 @@ def main() -> None:
     opt = vf.optim.adamw(lr=schedule, betas=(0.9, 0.95), weight_decay=0.1)
     train_step, evaluate = make_train_step(opt), vf.pjit(loss)
 
+    size = sum(p.numel() for p in optree.tree_leaves(start))
+    vf.print0(f"{size / 1e6:.2f} M parameters, {len(text) / 1e6:.1f} MB of text")
     rules = vf.rules(SHARDINGS, qkv=3, k=HEAD)
     params = vf.device_put(start, rules, mesh)
     state = {"params": params, "opt": opt.init(params)}
-    plain = {"params": start, "opt": opt.init(start)}  # trained as well with --check
+    describe(mesh, params, rules, train_step.lower(state, next(placed_batches(text))))
 
-    def placed(batch: tuple[Tensor, Tensor]) -> Any:
-        return vf.device_put(batch, "b/dp t", mesh)
-
-    stream = batches(train, args.batch, args.seq, args.seed)
-    describe(mesh, params, rules, train_step.lower(state, placed(next(stream))))
-    progress, value, apart = Progress(args.steps, args.batch * args.seq), float("nan"), 0.0
-    for step, batch in zip(range(1, args.steps + 1), stream):
-        state, metrics = train_step(state, placed(batch))
-        value = float(metrics["loss"])
-        progress.show(step, value)
-        if args.check:
-            plain, expected = train_step.fn(plain, batch)
-            apart = max(apart, abs(value - float(expected["loss"])))
-    progress.close()
-
-    unseen = batches(held_out, args.batch, args.seq, args.seed)
-    scores = [float(evaluate(state["params"], *placed(batch))) for _, batch in zip(range(8), unseen)]
-    vf.print0(f"\ntrain loss {value:.4f}   held-out loss {sum(scores) / len(scores):.4f}   (nats per byte)")
-    if args.check:
-        far = largest_difference(state["params"], plain["params"])
-        vf.print0(f"largest difference from one device: loss {apart:.1e}, parameters {far:.1e}")
+    state, losses = train(train_step, state, placed_batches(text[:cut]), args, "step")
+    scores = [float(evaluate(state["params"], *b)) for b in itertools.islice(placed_batches(text[cut:]), 8)]
+    vf.print0(f"\ntrain loss {losses[-1]:.4f}   held-out loss {sum(scores) / len(scores):.4f}   (nats per byte)")
     whole = optree.tree_map(lambda a: a.full(), state["params"])
+    if args.check:
+        alone = {"params": start, "opt": opt.init(start)}
+        alone, expected = train(train_step.fn, alone, plain_batches(text[:cut]), args, "one device, step")
+        apart = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+        far = max(float((a - b).abs().max()) for a, b in zip(*map(optree.tree_leaves, (whole, alone["params"]))))
+        vf.print0(f"largest difference from one device: loss {apart:.1e}, parameters {far:.1e}")
     vf.print0(f"\n{continue_text(whole, b'def ', 300, args.seq, args.seed)}")
 
 
