@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import kernel_samples
 import op_samples
-import op_samples_b
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_samples import at
 from op_samples import Sample, s, t
-from op_samples_b import at
 from rule_machine import equation
 from torch.func import grad_and_value
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -95,7 +95,7 @@ MORE = [
         *(t(4, 5), t(4, 5), [4, 5], t(1, 1), t(1, 1), None, None, [True, False, False]),
     ),
 ]
-ALL = [x for x in (*op_samples.SAMPLES, *op_samples_b.SAMPLES, *MORE) if x.op in BOTH]
+ALL = [x for x in (*op_samples.SAMPLES, *kernel_samples.SAMPLES, *MORE) if x.op in BOTH]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_samples import SAMPLES
 from op_samples import Sample, T, t
-from op_samples_b import SAMPLES
 from rule_machine import check, equation
 from test_localize import by_product
 from torch._subclasses.fake_tensor import FakeTensorMode
