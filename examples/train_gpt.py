@@ -218,7 +218,7 @@ def arguments() -> argparse.Namespace:
 
 
 def train(
-    step: Any, state: Any, stream: Iterator[Any], args: argparse.Namespace, title: str
+    step: Callable[..., Any], state: Any, stream: Iterator[Any], args: argparse.Namespace, title: str
 ) -> tuple[Any, list[float]]:
     """The state after all steps, and the loss of each."""
     progress, losses = Progress(title, args.steps, args.batch * args.seq), []
