@@ -11,10 +11,11 @@ import torch
 from vescale_fn import errors
 from vescale_fn.arguments import CallArguments, Signature, leaf_key, unwrap_static
 from vescale_fn.array import Array
-from vescale_fn.decompositions import ALWAYS
 from vescale_fn.continuation import OutputLeaf, continued
+from vescale_fn.decompositions import ALWAYS
 from vescale_fn.lowering import Request
-from vescale_fn.sharding.graph import Var
+from vescale_fn.primitives import RESHARD
+from vescale_fn.sharding.graph import Graph, Var
 from vescale_fn.sharding.layout import Layout
 from vescale_fn.sharding.mesh import Mesh
 from vescale_fn.shardings import layouts_for
@@ -129,8 +130,14 @@ def _continues(signature: Signature, call: CallArguments, staged: Staged) -> dic
     ]
     found = continued(unflatten(staged.out_treedef, _out_avals(staged)), arguments)
     position = {leaf: k for k, leaf in enumerate(staged.dynamic)}
-    pairs = {o: groups[a][k] for o, (a, k) in found.items()}
+    pairs = {o: groups[a][k] for o, (a, k) in found.items() if o not in _placed(staged.traced.graph)}
     return {o: position[leaf] for o, leaf in pairs.items() if leaf in position}
+
+
+def _placed(graph: Graph) -> set[int]:
+    """Outputs whose layout the step itself states, with vf.reshard."""
+    stated = {e.outs[0] for e in graph.eqns if e.op is RESHARD}
+    return {o for o, v in enumerate(graph.outputs) if isinstance(v, Var) and v in stated}
 
 
 def _leaf_aval(x: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
