@@ -75,7 +75,7 @@ def test_without_a_mesh_only_the_shape_is_checked() -> None:
     with pytest.raises(SpecError) as e:
         reshard(x, "b")
     assert str(e.value) == ("vf.reshard: The spec has 1 dim, but the tensor of shape [4, 6] has 2 dims.\n  b\n  ^")
-    with pytest.raises(SpecError, match="vf.reshard"):
+    with pytest.raises(SpecError, match=r"vf\.reshard"):
         reshard(x, "b (qkv h)", qkv=4)
 
 

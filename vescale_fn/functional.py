@@ -69,7 +69,7 @@ def _unwrapped(value: Any) -> Any:
     """The tensor below a functionalize wrapper, writes applied."""
     if not isinstance(value, torch.Tensor) or not torch._is_functional_tensor(value):
         return value
-    torch._sync(value)  # type: ignore[attr-defined]
+    torch._sync(value)  # type: ignore[attr-defined,no-untyped-call]
     return torch._C._functorch._unwrap_functional_tensor(value, True)
 
 
