@@ -136,6 +136,18 @@ def run_with_failure(process: int, processes: int, when: str) -> Any:
     return None
 
 
+def run_in_a_new_world(process: int, processes: int) -> Any:
+    """A program that was loaded in one world of torch.distributed runs in the next."""
+    shape = MeshShape(("x",), (processes,))
+    executable = TorchDistEngine(Mesh(shape, "torchdist", processes=processes, process=process)).load(rows(shape, 2))
+    first = executable([[torch.ones(2)]])[0][0].tolist()
+    store = torch.distributed.distributed_c10d._get_default_store()
+    torch.distributed.destroy_process_group()
+    store = torch.distributed.PrefixStore("again", store)
+    torch.distributed.init_process_group("gloo", store=store, rank=process, world_size=processes)
+    return first, executable([[torch.ones(2)]])[0][0].tolist()
+
+
 def run_and_leave(process: int, processes: int) -> Any:
     """Process 1 leaves after the first call, the others go on."""
     shape = MeshShape(("x",), (processes,))

@@ -57,6 +57,10 @@ def test_sums_in_place_while_others_work(pool: Pool) -> None:
     assert_same_bits(pool.run(tasks.run_native, "overwriting", (2,)), virtual("overwriting", (2,)))
 
 
+def test_programs_outlive_a_world(pool: Pool) -> None:
+    assert pool.run(tasks.run_in_a_new_world) == [([2.0, 2.0], [2.0, 2.0])] * 2
+
+
 def test_a_process_that_ends_is_a_message(pool: Pool) -> None:
     message, _ = pool.run(tasks.run_and_leave)
     assert message.startswith(

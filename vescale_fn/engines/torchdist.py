@@ -37,10 +37,11 @@ class TorchDistEngine:
     deterministic: bool = False
     wires: dict[tuple[int, ...], Wire] = field(default_factory=dict)  # by the processes they join
     watch: Watch = field(init=False)
+    world: Any = None  # the process group that the wires and the watch belong to
     failures: int = 0
 
     def __post_init__(self) -> None:
-        self.watch = self.new_watch()
+        self.start_afresh(failures=0)
 
     def load(self, program: Program) -> Executable:
         """Generate the code of a program and bind it to the ranks of this process. Nothing is communicated yet."""
@@ -48,8 +49,17 @@ class TorchDistEngine:
         constants = [code.bind(program.mesh.coords(r), self.mesh.device_of(r)) for r in ranks]
         return TorchDistExecutable(code, ranks, constants, self)
 
+    def enter(self) -> None:
+        """Notice that torch.distributed was started anew."""
+        if self.world is not dist.group.WORLD:
+            self.start_afresh(failures=0)
+
+    def start_afresh(self, failures: int) -> None:
+        """No wires, and a watch that knows of no failure. All processes count failures alike: one ends what all run."""
+        self.world, self.failures, self.wires = dist.group.WORLD, failures, {}
+        self.watch = self.new_watch()
+
     def new_watch(self) -> Watch:
-        """A watch that knows of no failure yet. All processes count failures alike, since one ends what all run."""
         name = f"vescale_fn/{self.mesh}/{self.deterministic}/{self.failures}"
         store = PrefixStore(name, dist.distributed_c10d._get_default_store()) if dist.is_initialized() else None
         ranks = self.mesh.local_ranks
@@ -91,9 +101,7 @@ class TorchDistEngine:
         for wire in self.wires.values():
             if wire.group is not None and wire.group != dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(wire.group)
-        self.wires.clear()
-        self.failures += 1
-        self.watch = self.new_watch()
+        self.start_afresh(self.failures + 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,14 +121,15 @@ class TorchDistExecutable(LockStep):
 
     engine: TorchDistEngine
     routes: dict[Site, list[Route]] = field(default_factory=dict)
-    prepared: list[int] = field(default_factory=list)  # the engine's count of failures when the routes were made
+    prepared: list[Any] = field(default_factory=list)  # the engine's wires when the routes were made
 
     def __call__(self, inputs: list[list[Any]]) -> list[list[Any]]:
-        if not self.code.communicates or (self.engine.mesh.processes == 1 and self.routes):
+        if not self.code.communicates:
             return super().__call__(inputs)
         engine = self.engine
+        engine.enter()
         try:
-            first = self.prepared != [engine.failures]
+            first = not self.prepared or self.prepared[0] is not engine.wires
             engine.watch.begin(self.code, first)
             if first:
                 self.prepare()
@@ -135,7 +144,7 @@ class TorchDistExecutable(LockStep):
         for site in self.code.sites:
             teams = self.engine.teams(site.comm.axes)
             self.routes[site] = [self.route(site, ranks, team) for ranks, team in teams]
-        self.prepared[:] = [self.engine.failures]
+        self.prepared[:] = [self.engine.wires]
 
     def route(self, site: Site, ranks: tuple[int, ...], team: Team) -> Route:
         start = self.ranks[0]
