@@ -40,8 +40,8 @@ class Difference:
     def __str__(self) -> str:
         where = f"{self.source}: {self.source.code}" if self.source.file else "no source line"
         return (
-            f"{self.value} = {self.operation}(...) differs from the plain function by {self.largest:.3g} on {self.ranks}, "
-            f"layout {self.layout} ({where})"
+            f"{self.value} = {self.operation}(...) differs from the plain function by {self.largest:.3g} "
+            f"on {self.ranks}, layout {self.layout} ({where})"
         )
 
 
@@ -110,12 +110,12 @@ def _compare(
     if origin not in whole or layout is None or not isinstance(whole[origin], torch.Tensor):
         return None
     want = whole[origin]
+    scale = _magnitude(want)
     for ranks, got, expected in _regions(parts, layout, want):
         if isinstance(got, str):
             return _difference(e, v, layout, got, float("inf"))
         gap = _gap(got, expected)
-        scale = float(want.abs().max()) if want.numel() else 0.0
-        if gap > (_tolerance(want.dtype) if rtol is None else rtol) * max(scale, 1e-30):
+        if gap > (_tolerance(want.dtype) if rtol is None else rtol) * scale:
             return _difference(e, v, layout, ranks, gap)
     return None
 
@@ -144,6 +144,13 @@ def _regions(parts: Sequence[torch.Tensor], layout: Layout, want: torch.Tensor) 
         one = layout.mesh.coords(ranks[0])
         expected = cut(want, layout.with_states(dict.fromkeys(pending, WHOLE)), one)
         yield f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}", got, expected
+
+
+def _magnitude(x: torch.Tensor) -> float:
+    """The largest finite absolute value, at least a tiny one."""
+    finite = x[x.isfinite()] if x.dtype.is_floating_point or x.is_complex() else x
+    wide = finite.to(torch.complex128 if x.is_complex() else torch.float64)
+    return max(float(wide.abs().max()), 1e-30) if wide.numel() else 1e-30
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
