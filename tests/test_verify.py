@@ -173,5 +173,5 @@ def test_message() -> None:
     program = replace(low.program, graph=replace(low.program.graph, eqns=eqns))
     text = str(verify(program, low.plan.graph, [x.full()]))
     assert text.startswith(
-        "sum_1_ar = aten.clone(...) differs from the plain function by 3 on ranks 0, 1, layout 'a' ("
+        "sum_ar = aten.clone(...) differs from the plain function by 3 on ranks 0, 1, layout 'a' ("
     )
