@@ -90,6 +90,7 @@ ORDER = [
     *(s(op, t(4, 5)) for op in (aten.median.default, aten.nanmedian.default)),
     s(aten.searchsorted.Tensor, Ordered((6,)), t(4, 5)),
     s(aten.searchsorted.Tensor, Ordered((4, 6)), t(4, 5)),
+    s(aten.searchsorted.Tensor, t(6), t(4, 5), sorter=Permuted((6,), i64)),
     s(aten.bucketize.Tensor, t(4, 5), Ordered((6,))),
 ]
 

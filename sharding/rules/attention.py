@@ -3,7 +3,7 @@
 Query heads are `(k g)`: k key/value heads, each serving a group of g query heads. Both may be sharded, and the batch.
 Without a causal mask queries do not see each other, so their sequence may be sharded too; keys must be whole, since
 the softmax runs over them. The backward is linear in the gradient, and what a rank's queries (or a part of a group)
-give to keys and values is a partial sum.
+give to keys and values is a partial sum. It knows the softmax's sums, so there keys may be sharded as well.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ def _attention(eqn: Eqn) -> Rule | None:
     if args["dropout_p"]:
         return None
     tensors = {name: v for name, v in args.items() if isinstance(v, Var)}
-    dims = _Dims("!s" if args["is_causal"] else "s", args["query"].shape[2])
-    left = ", ".join(f"{name}: {dims.operand(name, v)}" for name, v in tensors.items())
     gradients = "logsumexp" in tensors
+    s = "!s" if args["is_causal"] else "s"
+    keys = "t" if gradients and not args["is_causal"] else "!t"
+    dims = _Dims(s, keys, args["query"].shape[2])
+    left = ", ".join(f"{name}: {dims.operand(name, v)}" for name, v in tensors.items())
     right = ", ".join(dims.result(i, v, gradients) if v.is_tensor else "" for i, v in enumerate(eqn.outs))
     linear = [{name} for name in ("grad_out", "grad_out_") if name in tensors]
     return parse_rule(f"{left} -> {right}", eqn, linear=linear, sizes={"k": args["key"].shape[1]})
@@ -38,16 +40,18 @@ def _attention(eqn: Eqn) -> Rule | None:
 
 @dataclass(frozen=True)
 class _Dims:
-    """The dims of what attention takes and returns. `s`: the letter of the queries, `rows`: how many there are."""
+    """The dims of what attention takes and returns. `s`, `t`: the letters of queries and keys; `rows`: how many
+    queries there are."""
 
     s: str
+    t: str
     rows: int
 
     def operand(self, name: str, v: Var) -> str:
         if name in ("grad_out", "grad_out_", "out"):
             return self.heads("v")
         if name in ("query", "key", "value"):
-            return {"query": self.heads("e"), "key": "b k !t !e", "value": "b k !t !v"}[name]
+            return {"query": self.heads("e"), "key": self.key_heads("e"), "value": self.key_heads("v")}[name]
         if name in ("attn_mask", "attn_bias"):
             return self.mask(name, v)
         return self.sums(v) if name == "logsumexp" else _whole(name, v)
@@ -55,11 +59,14 @@ class _Dims:
     def result(self, i: int, v: Var, gradients: bool) -> str:
         """Forward: the output, the log of the sums, seeds and such. Backward: gradients of query, key, value, mask."""
         if gradients:
-            return (self.heads("e"), "b k !t !e", "b k !t !v", self.mask("r3", v))[i]
+            return (self.heads("e"), self.key_heads("e"), self.key_heads("v"), self.mask("r3", v))[i]
         return (self.heads("v"), self.sums(v))[i] if i < 2 else _whole(f"r{i}", v)
 
     def heads(self, width: str) -> str:
         return f"b (k g) {self.s} !{width}"
+
+    def key_heads(self, width: str) -> str:
+        return f"b k {self.t} !{width}"
 
     def sums(self, v: Var) -> str:
         """One a row, perhaps with a dim of size one behind; some kernels pad the rows, which then must be whole."""
@@ -70,7 +77,7 @@ class _Dims:
         """It broadcasts against `batch heads queries keys`. An empty vector says that there is none."""
         if len(v.shape) < 2:
             return _whole(name, v)
-        dims = ["b", "(k g)", self.s, "!t"][4 - len(v.shape) :]
+        dims = ["b", "(k g)", self.s, self.t][4 - len(v.shape) :]
         return " ".join("1" if n == 1 else d for d, n in zip(dims, v.shape))
 
 

@@ -42,10 +42,12 @@ def _of_all(eqn: Eqn) -> Rule:
 
 
 def _searched(eqn: Eqn) -> Rule:
-    """Positions in a sorted sequence: one sequence for all values, or one for each row of them."""
+    """Positions in a sorted sequence: one sequence for all values, or one for each row of them. The position is the
+    sum of the positions in parts of the sequence, unless a `sorter` says where its elements are."""
+    whole = "" if bound_args(eqn)["sorter"] is None else "!"
     if len(eqn.operands[0].shape) == 1:
-        return parse_rule("sorted_sequence: !s, self: ..., sorter: !s -> ...", eqn)
-    return parse_rule("sorted_sequence: ... !s, self: ... v, sorter: ... !s -> ... v", eqn)
+        return parse_rule(f"sorted_sequence: {whole}s, self: ..., sorter: {whole}s -> ...", eqn)
+    return parse_rule(f"sorted_sequence: ... {whole}s, self: ... v, sorter: ... {whole}s -> ... v", eqn)
 
 
 _ALONG = [
@@ -69,5 +71,5 @@ ENTRIES: Mapping[Any, Entry] = {
     **dict.fromkeys([aten.median.default, aten.nanmedian.default], _of_all),
     aten.cumsum.default: _scanned_sum,
     aten.searchsorted.Tensor: _searched,
-    aten.bucketize.Tensor: form("self: ..., boundaries: !n -> ..."),
+    aten.bucketize.Tensor: form("self: ..., boundaries: n -> ..."),
 }
