@@ -192,9 +192,7 @@ class Trace:
             foreign = self._is_foreign(value)
         else:
             foreign = hasattr(value, "addressable_shards")
-        if not foreign:
-            return value
-        return self._given[id(value)] if id(value) in self._given else self.lift(value)
+        return self.lift(value) if foreign else value
 
     @contextlib.contextmanager
     def substituting(self, given: Mapping[int, Any]) -> Iterator[None]:
@@ -206,9 +204,11 @@ class Trace:
             self._given = before
 
     def lift(self, value: Any) -> Any:
-        """A new input that stands for `value`, a tensor, number or Array from outside."""
+        """What stands for `value`, a tensor, number or Array from outside: a new input, unless it is substituted."""
         from torch.fx.experimental.proxy_tensor import track_tensor_tree
 
+        if id(value) in self._given:
+            return self._given[id(value)]
         if id(value) not in self._lifted:
             number = len(self.captured)
             self.captured.append(value)
