@@ -15,7 +15,7 @@ from vescale_fn.primitives import RESHARD
 from vescale_fn.program import Program
 from vescale_fn.sharding.cost import chain_bytes
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Source, Var
-from vescale_fn.sharding.layout import Layout
+from vescale_fn.sharding.layout import Layout, Ragged, Shard
 from vescale_fn.sharding.plan import Plan
 from vescale_fn.sharding.reshard import plan as plan_reshard
 from vescale_fn.sharding.rules.rule import Rule
@@ -43,7 +43,7 @@ def stack_layout(layout: Layout, length: int) -> Layout:
 
 def _shift(layout: Layout, shape: Sequence[int], by: int) -> Layout:
     states = {
-        a: replace(s, dim=s.dim + by) if hasattr(s, "dim") else s  # Whole and Partial have no dim
+        a: replace(s, dim=s.dim + by) if isinstance(s, (Shard, Ragged)) else s
         for a, s in zip(layout.mesh.names, layout.states)
     }
     return Layout.of(layout.mesh, shape, states)
@@ -131,7 +131,8 @@ class _Partitioner:
 
     def sub_program(self, e: Eqn) -> Scan | Call:
         """The sub-program of e with a body of local equations."""
-        op, outs = e.op, [self.plan.values.get(v) for v in e.outs]
+        op: Scan | Call = e.op
+        outs = [self.plan.values.get(v) for v in e.outs]
         if isinstance(op, Scan):
             outs[op.num_carry :] = [slice_layout(x) if x is not None else None for x in outs[op.num_carry :]]
         body = _Partitioner(self.plan, self.rule_for, self.layouts, self.names, self.origin).graph(op.body, outs)

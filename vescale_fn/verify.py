@@ -8,7 +8,7 @@ bit for bit, whatever they hold.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from vescale_fn.sharding.layout import WHOLE, Layout
 from vescale_fn.sharding.mesh import Mesh, MeshShape
 
 _ONE = MeshShape((), ())
-_REDUCE = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+_REDUCE: Mapping[str, Callable[..., torch.Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,9 @@ def _compare(
     program: Program, e: Eqn, v: Var, parts: list[Any], whole: Mapping[Var, Any], rtol: float | None
 ) -> Difference | None:
     origin, layout = program.origin.get(v), program.layouts.get(v)
-    if origin not in whole or layout is None or not isinstance(whole[origin], torch.Tensor):
+    want = whole.get(origin) if origin is not None else None
+    if layout is None or not isinstance(want, torch.Tensor):
         return None
-    want = whole[origin]
     scale = _magnitude(want)
     for ranks, got, expected in _regions(parts, layout, want):
         if isinstance(got, str):

@@ -93,9 +93,8 @@ class Context:
         """Append a local equation; its results default to those of the global equation."""
         layouts = self.outs if layouts is None else layouts
         if shapes is None:
-            shapes = (
-                [v.shape for v in self.eqn.outs] if len(layouts) == len(self.eqn.outs) else [x.shape for x in layouts]
-            )
+            same = len(layouts) == len(self.eqn.outs)
+            shapes = [v.shape for v in self.eqn.outs] if same else [x.shape for x in layouts if x is not None]
         dtypes = [v.dtype for v in self.eqn.outs] if dtypes is None else dtypes
         names = [v.name for v in self.eqn.outs] + [self.eqn.outs[0].name] * max(0, len(layouts) - len(self.eqn.outs))
         outs = tuple(self.builder.var(n, s, d, x) for n, s, d, x in zip(names, shapes, dtypes, layouts))
