@@ -12,7 +12,7 @@ import statistics
 
 import rivals
 from models import Config, batch, functional, train_step
-from race import Step, race, ratio, report
+from race import Step, publish, race, ratio, report
 
 import vescale_fn as vf
 
@@ -75,6 +75,14 @@ def main() -> None:
         "vescale_fn / one process": ratio(times, "vescale_fn", "one process"),
     }
     report("dp", times, ratios, BOUNDS, cpu)
+    publish(
+        {
+            ("data parallel", better): ratios["vescale_fn / the better DDP"],
+            ("data parallel", "FSDP2"): ratios["vescale_fn / FSDP2"],
+            ("every parameter sharded", "FSDP2"): ratios["vescale_fn, all sharded / FSDP2"],
+            ("data parallel", "compute + update + CPU time of the all-reduce"): ratios["vescale_fn / floor"],
+        }
+    )
 
 
 if __name__ == "__main__":

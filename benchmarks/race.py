@@ -24,7 +24,7 @@ Step = Callable[[], Any]
 Contestant = Callable[[Any, int, int], Step]
 Times = dict[str, list[float]]
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results.json"
 
 
 def race(
@@ -73,7 +73,7 @@ def ratio(times: Times, a: str, b: str) -> float:
 def report(
     name: str, clock: Times, ratios: Mapping[str, float], bounds: Mapping[str, float], cpu: Times | None = None
 ) -> None:
-    """Print medians and ratios beside their bounds, and keep the ratios in results/<name>.json for the README."""
+    """Print medians, and ratios beside their bounds."""
     print(f"\n{name}: median seconds per step" + (", and of CPU time" if cpu else ""))
     for who, t in clock.items():
         busy = f" {statistics.median(cpu[who]):8.4f}" if cpu and who in cpu else ""
@@ -82,5 +82,12 @@ def report(
     for what, r in ratios.items():
         bound = f"   aim: at most {bounds[what]}" if what in bounds else ""
         print(f"  {what:40} {r:6.3f}{bound}")
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps({k: round(r, 3) for k, r in ratios.items()}, indent=1) + "\n")
+
+
+def publish(rows: Mapping[tuple[str, str], float]) -> None:
+    """Keep ratios of step times, by (what, against), for the table in the README."""
+    known = json.loads(RESULTS.read_text())["ratios"] if RESULTS.exists() else []
+    others = [r for r in known if (r["what"], r["against"]) not in rows]
+    fresh = [{"what": what, "against": against, "ratio": round(r, 3)} for (what, against), r in rows.items()]
+    results = {"where": "two gloo processes on one core each", "ratios": others + fresh}
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
