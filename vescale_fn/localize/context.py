@@ -12,7 +12,6 @@ from vescale_fn.sharding.comm import (
     AllGather,
     AllReduce,
     AllToAll,
-    Comm,
     Exchange,
     Permute,
     ReduceScatter,
@@ -100,12 +99,6 @@ class Context:
         outs = tuple(self.builder.var(n, s, d, x) for n, s, d, x in zip(names, shapes, dtypes, layouts))
         self.builder.eqns.append(Eqn(op, tuple(args), dict(kwargs or {}), outs, self.eqn.source, self.eqn.phase))
         return outs
-
-    def comm(self, comm: Comm, v: Var, layout: Layout) -> Var:
-        """Append one collective on v."""
-        out = self.builder.var(f"{v.name}_{_SUFFIX[type(comm)]}", v.shape, v.dtype, layout)
-        self.builder.eqns.append(Eqn(comm, (v,), {}, (out,), self.eqn.source, self.eqn.phase))
-        return out
 
     def reshard(self, v: Var, to: Layout) -> Var:
         """v in layout `to`."""

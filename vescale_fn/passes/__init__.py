@@ -7,16 +7,26 @@ from vescale_fn.passes.common import share_common
 from vescale_fn.passes.dead import drop_dead_equations
 from vescale_fn.passes.early import reduce_early
 from vescale_fn.passes.in_place import update_in_place
+from vescale_fn.passes.regather import regather
 from vescale_fn.program import Program
 
 PASSES = (share_common, drop_dead_equations, reduce_early, bucket, update_in_place)
 
 
-def optimize(program: Program) -> Program:
-    """Every pass, in order."""
-    for run in PASSES:
+def optimize(program: Program, *, gather_again: bool = False) -> Program:
+    """Every pass, in order. `gather_again`: backward gathers parameters anew instead of keeping forward's."""
+    for run in (share_common, regather, *PASSES[1:]) if gather_again else PASSES:
         program = run(program)
     return program
 
 
-__all__ = ["PASSES", "bucket", "drop_dead_equations", "optimize", "reduce_early", "share_common", "update_in_place"]
+__all__ = [
+    "PASSES",
+    "bucket",
+    "drop_dead_equations",
+    "optimize",
+    "reduce_early",
+    "regather",
+    "share_common",
+    "update_in_place",
+]

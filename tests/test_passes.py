@@ -1,0 +1,117 @@
+"""Passes: what each changes, and that none changes a value."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from gpt import FSDP, MEGATRON, Sizes, init, make_step, on_mesh
+
+import vescale_fn as vf
+from vescale_fn.engines import engine_for
+from vescale_fn.fused import IN_PLACE
+from vescale_fn.memory import peak_bytes
+from vescale_fn.partition import partition
+from vescale_fn.passes import PASSES, bucket, drop_dead_equations, optimize, reduce_early, regather, share_common
+from vescale_fn.program import Program
+from vescale_fn.sharding.comm import AllGather, AllReduce
+from vescale_fn.sharding.rules import rule_for
+from vescale_fn.tree import flatten
+
+S = Sizes(layers=1)
+CASES = {
+    "dp": ({"*": "..."}, "b/dp s", {"dp": 2}),
+    "tp": (MEGATRON, "b s", {"tp": 2}),
+    "fsdp": (FSDP, "b/dp s", {"dp": 2}),
+}
+
+
+def raw(case: str, steps: Any = None) -> tuple[vf.Lowered, Program, list[Any]]:
+    """A train step, its program before any pass, and its arguments."""
+    from vescale_fn.fused import RULES
+
+    table, batch, axes = CASES[case]
+    args = on_mesh(S, vf.make_mesh(**axes), table, batch, torch.float64)
+    low = vf.pjit(make_step(S), donate_argnums=0).lower(*args)
+    return low, partition(low.plan, lambda e: rule_for(e, RULES)), flatten(args)[0]
+
+
+def outputs(low: vf.Lowered, program: Program, leaves: list[Any]) -> list[torch.Tensor]:
+    run = engine_for(low.request.mesh).load(program)
+    ranks = run([[a.shards[r].clone() for a in leaves] for r in range(low.request.mesh.size)])
+    return [x for outs in ranks for x in outs]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("run", [*PASSES, regather, optimize], ids=lambda f: f.__name__)
+def test_a_pass_changes_no_value(case: str, run: Any) -> None:
+    low, program, leaves = raw(case)
+    for a, b in zip(outputs(low, run(program), leaves), outputs(low, program, leaves), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_equal_equations_are_computed_once() -> None:
+    mesh = vf.make_mesh(dp=2)
+    x = vf.device_put(torch.ones(4, 4), "a/dp b", mesh)
+    low = vf.pjit(lambda x: torch.sin(x) + torch.sin(x)).lower(x)
+    assert Counter(str(e.op) for e in low.program.graph.eqns) == {"aten.sin.default": 1, "aten.add.Tensor": 1}
+
+
+def test_equal_local_equations_of_different_layouts_stay_apart() -> None:
+    """zeros [4/x, 2] and zeros [4, 2/x] of two tensors look alike on a rank; they are parts of different values."""
+    mesh = vf.make_mesh(x=2)
+    tall, wide = vf.device_put((torch.ones(4, 2), torch.ones(2, 4)), ("a/x b", "a b/x"), mesh)
+    out = vf.pjit(lambda t, w: (torch.zeros_like(t), torch.zeros_like(w)))(tall, wide)
+    assert [tuple(o.shape) for o in out] == [(4, 2), (2, 4)]
+
+
+def test_dead_equations_are_dropped() -> None:
+    low, program, _ = raw("dp")
+    assert len(drop_dead_equations(program).graph.eqns) <= len(program.graph.eqns)
+    x = vf.device_put(torch.ones(4), "a", vf.make_mesh(dp=2))
+    assert vf.pjit(lambda x: (torch.sin(x), x + 1)[1]).lower(x).as_text().count("sin") == 0
+
+
+def test_reductions_start_behind_their_operand() -> None:
+    _, program, _ = raw("dp")
+    eqns = reduce_early(program).graph.eqns
+    made = {v: i for i, e in enumerate(eqns) for v in e.outs}
+    for i, e in enumerate(eqns):
+        if isinstance(e.op, AllReduce):
+            between = eqns[made[e.operands[0]] + 1 : i]
+            assert all(isinstance(b.op, AllReduce) for b in between)
+
+
+@pytest.mark.parametrize("limit", [0, 2**12, 2**30])
+def test_buckets_are_as_large_as_the_limit_allows(limit: int) -> None:
+    _, program, _ = raw("dp")
+    merged = bucket(reduce_early(share_common(program)), limit)
+    sizes = [
+        [program.layouts[v].max_local_numel * v.dtype.itemsize for v in e.operands]
+        for e in merged.graph.eqns
+        if isinstance(e.op, AllReduce) and e.phase == "backward"
+    ]
+    assert sum(map(len, sizes)) == len(flatten(init(S))[0])
+    assert all(sum(s[:-1]) < max(limit, 1) for s in sizes)  # one more than fits closes a bucket
+    assert len(sizes) == 1 if limit == 2**30 else len(sizes) > 1
+
+
+def test_donated_state_is_updated_in_place() -> None:
+    args = on_mesh(S, vf.make_mesh(dp=2), {"*": "..."}, "b/dp s")
+    in_place = set(IN_PLACE.values())
+    kept, donated = (vf.pjit(make_step(S), donate_argnums=d).lower(*args) for d in ((), 0))
+    assert not any(e.op in in_place for e in kept.program.graph.eqns)
+    assert any(e.op in in_place for e in donated.program.graph.eqns)
+    assert donated.memory_analysis().peak < kept.memory_analysis().peak
+
+
+def test_gathering_again_trades_bytes_for_memory() -> None:
+    low, program, _ = raw("fsdp")
+    kept, again = optimize(program), optimize(program, gather_again=True)
+    gathers = [sum(isinstance(e.op, AllGather) for e in p.graph.eqns) for p in (kept, again)]
+    weights = sum(p.ndim == 2 for p in flatten(init(S))[0]) - 2  # the embeddings' backward does not read them
+    assert gathers[1] >= gathers[0] + weights
+    one = dict.fromkeys(low.program.mesh.names, 0)
+    assert peak_bytes(again, one).peak < peak_bytes(kept, one).peak
