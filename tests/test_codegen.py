@@ -11,7 +11,7 @@ import pytest
 import torch
 from hand import Hand, assemble, aten, parts
 
-from vescale_fn import local_ops
+from vescale_fn import fused, local_ops
 from vescale_fn.codegen import generate, identifier
 from vescale_fn.engines.virtual import VirtualEngine
 from vescale_fn.liveness import may_alias, may_write
@@ -104,6 +104,30 @@ def test_lists_of_results_are_unpacked() -> None:
     a, b = hand.op(aten.split.Tensor, (x, 2), hand.var("a", (2,)), hand.var("b", (2,)))
     total = hand.op(aten.cat.default, ([a, b, one],), hand.var("c", (8,)))
     assert run(hand.program(total), [[torch.arange(4.0)]])[0][0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+def test_an_update_of_one_parameter_is_a_list_too() -> None:
+    hand = Hand(MeshShape(("x",), (1,)))
+    p, g, n = hand.input("p", (2,)), hand.input("g", (2,)), hand.input("n", (), dtype=torch.float32)
+    settings = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+    new = hand.op(fused.sgd_, ([p], [g], [], n, 0.5), hand.like(p, "new"), **settings)
+    values = [[torch.ones(2, dtype=torch.float64)], [torch.ones(2, dtype=torch.float64)], [torch.tensor(1.0)]]
+    assert run(hand.program(new), values)[0][0].tolist() == [0.5, 0.5]
+
+
+def test_long_lines_are_broken() -> None:
+    hand = Hand(MESH)
+    long = [hand.input(f"a_rather_long_name_of_an_input_{i}", (2,), {"dp": Partial()}) for i in range(6)]
+    body = Graph(tuple(long), (), tuple(long))
+    stacked = [hand.like(v, f"{v.name}_again", dp=WHOLE) for v in long]
+    hand.op(AllReduce(("dp",)), long, *stacked)
+    joined = hand.op(aten.cat.default, (stacked,), hand.var("joined", (12,)))
+    code = generate(
+        hand.program(hand.op(Call(body), stacked, *[hand.like(v, f"{v.name}_s") for v in stacked])[0], joined)
+    )
+    assert max(map(len, code.source.splitlines())) <= 120
+    got = run(code.program, [[torch.full((2,), float(i))] * 4 for i in range(6)])
+    assert got[0][1].tolist() == [0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10]
 
 
 def test_values_die_after_their_last_use() -> None:

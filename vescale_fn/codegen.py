@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from vescale_fn.engines.kernels import own_slice, to_partial
+from vescale_fn.fused import IN_PLACE
 from vescale_fn.liveness import last_uses, overwritable, waits
 from vescale_fn.program import AxisIndex, LocalDim, Owned, Program, bind_constant
 from vescale_fn.sharding.comm import COLLECTIVES, Slice, ToPartial
@@ -121,9 +122,8 @@ class _Module:
     def __post_init__(self) -> None:
         self.names["torch"] = torch
         self.known |= {id(thing): name for name, thing in self.reserved.items()}
-        self.taken |= {"torch", "args", "k", "step", *self.reserved} | {
-            identifier(v.name) for v in all_vars(self.program.graph)
-        }
+        self.taken |= {"torch", "args", "k", "step", *self.reserved}
+        self.taken.update(identifier(v.name) for v in all_vars(self.program.graph))
 
     def fresh(self, name: str) -> str:
         """`name`, or `name_2`, ..., and nobody else's."""
@@ -338,7 +338,7 @@ class _Function:
             case list():
                 return f"[{', '.join(map(self.text, a))}]"
             case tuple():
-                return f"({''.join(self.text(x) + ', ' for x in a).removesuffix(' ' if len(a) == 1 else ', ')})"
+                return f"({', '.join(map(self.text, a))}{',' * (len(a) == 1)})"
             case dict():
                 return f"{{{', '.join(f'{self.text(n)}: {self.text(x)}' for n, x in a.items())}}}"
             case slice():
@@ -357,7 +357,8 @@ def _targets(names: Iterable[str]) -> str:
 def _layout(code: str, comment: str) -> str:
     """A line of the text, broken where it is too long."""
     if len(code) > _WIDTH:
-        code = "\n".join(_broken(code.replace("; del ", "\n    del ")))
+        indent = " " * (len(code) - len(code.lstrip()))
+        code = "\n".join(_broken(code.replace("; del ", f"\n{indent}del ")))
     last = len(code) - code.rfind("\n") - 1
     return code + " " * max(0, _COMMENT - last) + f"  # {comment}" if comment else code
 
@@ -388,8 +389,8 @@ def _enter(communicates: bool) -> str:
 
 
 def _returns_list(op: Any) -> bool:
-    """One result of an operation whose schema says Tensor[]."""
+    """Whether an operation returns a list even when it has one result."""
     if not isinstance(op, torch._ops.OpOverload):
-        return False
+        return op in IN_PLACE.values()
     returns = op._schema.returns
     return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
