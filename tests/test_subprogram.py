@@ -237,7 +237,7 @@ def test_integers_writes_in_place_and_captured_tensors() -> None:
     def body(carry: Any, w: Any) -> Any:
         i, h = carry
         h = h.clone()
-        h[0] += F.embedding(w[0], table)
+        h[0] += table[w[0]] * F.embedding(w[0], table)
         return (i + 1, h @ w[1]), h.sum() * i
 
     def fn(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
@@ -256,19 +256,44 @@ def test_integers_writes_in_place_and_captured_tensors() -> None:
 
 def test_numbers_in_a_body_stay_numbers() -> None:
     def fn(x: torch.Tensor, a: torch.Tensor, lr: float) -> torch.Tensor:
-        h, _ = scan(lambda h, w: (h - lr * torch.sin(h @ w), None), x, a)
-        return (h**2).sum()
+        h, _ = scan(lambda h, w: (h - lr * torch.sin(h @ w) * (1 - lr / 2), None), x, a)
+        return call(lambda h, rate: (h**2).sum() * rate, h, lr * 3)
 
     def reference(x: torch.Tensor, a: torch.Tensor, lr: float) -> torch.Tensor:
         for w in a:
-            x = x - lr * torch.sin(x @ w)
-        return (x**2).sum()
+            x = x - lr * torch.sin(x @ w) * (1 - lr / 2)
+        return (x**2).sum() * (lr * 3)
 
     traced = trace(grad(fn), [*ARGS[:2], 0.1])
     assert not traced.static
     for lr in (0.1, 0.7):
         (got,) = run_graph(traced.graph, [*ARGS[:2], lr])
         torch.testing.assert_close(got, grad(reference)(*ARGS[:2], lr), rtol=1e-12, atol=1e-12)
+
+
+def test_a_decision_in_a_body_makes_a_number_static() -> None:
+    def fn(x: torch.Tensor, lr: float) -> torch.Tensor:
+        return call(lambda x: x * lr if lr > 0 else x, x)
+
+    with pytest.warns(UserWarning, match="depends on the value of x1"):
+        assert trace(fn, [ARGS[0], 0.1]).static == {1}
+
+
+def test_autocast_around_a_scan() -> None:
+    def run(loop: Fn) -> Fn:
+        def fn(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return loop(lambda h, w: (torch.relu(h @ w).float(), None), x, a)[0].sum()
+
+        return fn
+
+    def unrolled(body: Fn, x: torch.Tensor, a: torch.Tensor) -> Any:
+        for w in a:
+            x, _ = body(x, w)
+        return x, None
+
+    args = [x.float() for x in ARGS[:2]]
+    assert_equal(grad(run(scan), (0, 1)), grad(run(unrolled), (0, 1)), args, bitwise=True)
 
 
 def test_stop_gradient_and_custom_gradients_are_kept() -> None:

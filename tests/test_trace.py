@@ -198,6 +198,11 @@ def test_constants_and_empty_results() -> None:
     assert any(str(e.op) == "aten.full.default" for e in graph.eqns)
 
 
+def test_a_tensor_as_a_position() -> None:
+    assert_traces(lambda x, i: x[i], torch.rand(3, 2), torch.tensor(1))
+    assert_traces(grad(lambda x, i: (x[i] ** 2).sum()), torch.rand(3, 2), torch.tensor(2))
+
+
 def test_ambient_modes() -> None:
     def f(x: torch.Tensor) -> Any:
         with torch.autocast("cpu", torch.bfloat16):

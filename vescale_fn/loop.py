@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_fn.ambient import NO_AUTOCAST, autocast
 from vescale_fn.functional import outside_transforms
 from vescale_fn.interpret import evaluate_equation, run_graph
 from vescale_fn.primitives import RESHARD, constrained
@@ -110,8 +111,8 @@ def trace_body(fn: Body, avals: Sequence[Any], name: str) -> Graph:
     """The graph of a body that closes over nothing."""
     outer = current_trace()
     assert outer is not None
-    with outside_transforms(), torch.enable_grad():
-        traced, _ = Trace(outer.fn_name, outer.decompositions).run(
+    with outside_transforms(), torch.enable_grad(), autocast(NO_AUTOCAST):
+        traced, _ = Trace(outer.fn_name, outer.decompositions, outer).run(
             fn, avals, [f"{name}_{i}" for i in range(len(avals))]
         )
     if traced.captured:
@@ -151,7 +152,7 @@ def loop_of(op: Scan | Call, operands: Sequence[Any]) -> Loop:
 
 def operand_avals(form: Form, operands: Sequence[Any]) -> tuple[Any, ...]:
     """What the body sees of each operand."""
-    consts, carries, slices = form.parts([x if isinstance(x, float) else aval_of(x) for x in operands])
+    consts, carries, slices = form.parts([aval_of(x) for x in operands])
     return (*consts, *carries, *map(form.slice, slices))
 
 

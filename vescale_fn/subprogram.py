@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vescale_fn import trace_errors as errors
+from vescale_fn.ambient import AutocastState, autocast, autocast_state
 from vescale_fn.functional import outside_transforms
 from vescale_fn.loop import Form, Loop, operand_avals
 from vescale_fn.sharding.graph import dtype_text
@@ -95,7 +96,7 @@ class Slots:
 
     @staticmethod
     def of(leaves: Sequence[Any]) -> Slots:
-        dynamic = [isinstance(x, (Tensor, torch.SymFloat)) or hasattr(x, "addressable_shards") for x in leaves]
+        dynamic = [isinstance(x, torch.SymFloat) or _is_array(x) for x in leaves]
         return Slots([None if d else x for x, d in zip(leaves, dynamic)], dynamic)
 
     def dynamic(self, leaves: Sequence[Any]) -> list[Any]:
@@ -147,36 +148,40 @@ class _CallBody:
 
 
 def _record(body: Callable[..., list[Any]], form: Form, operands: list[Any]) -> list[Tensor]:
-    """Trace a body and record it in the trace under way. What it closes over becomes its first operands: constants of
-    a scan, arguments of a call."""
+    """Trace a body and record it in the trace under way. What it closes over becomes its first operands (constants of
+    a scan, arguments of a call), and so do the numbers of the step, which it may compute with."""
     outer = current_trace()
     assert outer is not None
-    avals = operand_avals(form, operands)
-    names = [f"carry_{i}" for i in range(form.num_carry)] + [f"x_{i}" for i in range(len(avals) - form.num_carry)]
+    numbers, avals = outer.numbers, operand_avals(form, operands)
+    names = [f"number_{i}" for i in range(len(numbers))]
+    names += [f"carry_{i}" if i < form.num_carry else f"x_{i - form.num_carry}" for i in range(len(avals))]
     with outside_transforms():
-        traced, guarded = Trace(outer.fn_name, outer.decompositions).run(body, avals, names, frozenset())
-    outside = [outer.bring(c) for c in traced.captured]
-    for i in guarded:  # a decision that depends on a number of the step makes that one static too
-        float([*operands, *outside][i])
-    graph, n = traced.graph, len(avals)
+        traced, _ = Trace(outer.fn_name, outer.decompositions, outer).run(
+            lambda *values: body(*values[len(numbers) :]), [*numbers, *avals], names
+        )
+    closures, given = traced.captured, len(numbers) + len(avals)
+    outside = [*map(outer.bring, closures), *numbers]
+    graph = traced.graph
     loop = Loop(
-        _closed(body, traced.captured),
+        _closed(body, closures, len(outside), autocast_state()),
         form if form.length is None else replace(form, num_consts=len(outside)),
-        replace(graph, inputs=(*graph.inputs[n:], *graph.inputs[:n])),
+        replace(graph, inputs=(*graph.inputs[given:], *graph.inputs[:given])),
         (*map(aval_of, outside), *avals),
         len(graph.outputs),
     )
     return loop([*outside, *operands])
 
 
-def _closed(body: Callable[..., list[Any]], closures: Sequence[Any]) -> Callable[..., list[Any]]:
-    """The body with its closures as first arguments. It runs again for each derivative, in a trace of its own."""
+def _closed(
+    body: Callable[..., list[Any]], closures: Sequence[Any], num_outside: int, ambient: AutocastState
+) -> Callable[..., list[Any]]:
+    """The body as a function of what it closes over too. It runs again for each derivative, in a trace of its own."""
 
     def fn(*operands: Any) -> list[Any]:
         trace = current_trace()
         assert trace is not None
-        with trace.substituting(dict(zip(map(id, closures), operands))):
-            return [trace.bring(x) for x in body(*operands[len(closures) :])]
+        with trace.substituting(dict(zip(map(id, closures), operands))), autocast(ambient):
+            return [trace.bring(x) for x in body(*operands[num_outside:])]
 
     return fn
 
@@ -187,9 +192,7 @@ def _closed(body: Callable[..., list[Any]], closures: Sequence[Any]) -> Callable
 def _length(xs: Any, length: int | None) -> int:
     """The number of iterations."""
     paths, leaves, _ = flatten_with_paths(xs)
-    extents: dict[str, int | None] = {
-        p: x.shape[0] if x.ndim else None for p, x in zip(paths, leaves) if hasattr(x, "ndim")
-    }
+    extents: dict[str, int | None] = {p: x.shape[0] if x.ndim else None for p, x in zip(paths, leaves) if _is_array(x)}
     if length is not None:
         extents["length="] = length
     if len(set(extents.values())) != 1 or None in extents.values():
@@ -208,21 +211,26 @@ def _checked(out: Any, before: Any, paths: Sequence[str]) -> tuple[list[Any], An
     if old[1] != new[1]:
         raise ValueError(errors.carry_tree(old[1], new[1]))
     for path, a, b in zip(paths, old[0], new[0]):
-        same = (a.shape, a.dtype) == (b.shape, b.dtype) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b
-        if not same and not (not isinstance(a, Tensor) and a == b):
+        arrays = _is_array(a), _is_array(b)
+        if arrays[0] != arrays[1] or ((a.shape, a.dtype) != (b.shape, b.dtype) if all(arrays) else a != b):
             raise ValueError(errors.carry_leaf(path, _kind(a), _kind(b)))
     return new[0], out[1]
 
 
 def _kind(x: Any) -> str:
-    return f"{dtype_text(x.dtype)}{list(x.shape)}" if isinstance(x, Tensor) else repr(x)
+    return f"{dtype_text(x.dtype)}{list(x.shape)}" if _is_array(x) else repr(x)
+
+
+def _is_array(x: Any) -> bool:
+    """Whether x is a tensor, or an Array."""
+    return isinstance(x, Tensor) or hasattr(x, "addressable_shards")
 
 
 def _run(body: Callable[[Any, Any], Any], carry: Any, xs: Any, length: int, reverse: bool) -> tuple[Any, Any]:
     """The loop in plain Python."""
     paths, rows = flatten_with_paths(carry)[0], []
     for i in reversed(range(length)) if reverse else range(length):
-        x = map_leaves(lambda leaf, i=i: leaf[i] if hasattr(leaf, "ndim") else leaf, xs)
+        x = map_leaves(lambda leaf, i=i: leaf[i] if _is_array(leaf) else leaf, xs)
         out = body(carry, x)
         _, y = _checked(out, carry, paths)
         carry, row = out[0], flatten(y)
@@ -230,4 +238,4 @@ def _run(body: Callable[[Any, Any], Any], carry: Any, xs: Any, length: int, reve
     if reverse:
         rows.reverse()
     columns = zip(*(leaves for leaves, _ in rows))
-    return carry, unflatten(rows[0][1], [torch.stack(c) if isinstance(c[0], Tensor) else c[0] for c in columns])
+    return carry, unflatten(rows[0][1], [torch.stack(c) if _is_array(c[0]) else c[0] for c in columns])

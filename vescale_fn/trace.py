@@ -117,16 +117,19 @@ def trace_flat(
 class Trace:
     """The trace of one function, while it is under way."""
 
-    def __init__(self, fn_name: str, decompositions: Mapping[Any, Callable[..., Any]]) -> None:
+    def __init__(
+        self, fn_name: str, decompositions: Mapping[Any, Callable[..., Any]], parent: Trace | None = None
+    ) -> None:
         self.fn_name = fn_name
         self.decompositions = dict(decompositions)
         self.captured: list[Any] = []
-        self.mode = _fake_mode()
+        self.mode = _fake_mode(parent.mode if parent else None)
+        self.numbers: list[torch.SymFloat] = parent.numbers if parent else []  # those of the step
         self.lines = Lines()
         self._tracer: Any = None
         self._last_input: Any = None  # the last placeholder
-        self._lifted: dict[int, Any] = {}  # by id of the captured value
-        self._given: Mapping[int, Any] = {}
+        self._lifted: dict[int, torch.Tensor] = {}  # by id of the captured value
+        self._given: Mapping[int, torch.Tensor] = {}
         self._owners: dict[int, str] = {}  # storages that the step must not write, and what to call them
 
     def run(
@@ -150,6 +153,7 @@ class Trace:
 
         arguments = [a if i in static else self._example(a, names[i]) for i, a in enumerate(avals)]
         dynamic = [i for i in range(len(avals)) if i not in static]
+        self.numbers = self.numbers or [a for a in arguments if isinstance(a, torch.SymFloat)]
         constants: list[Any] = []
 
         def body(*values: Any) -> list[Any]:
@@ -188,14 +192,14 @@ class Trace:
 
     def bring(self, value: Any) -> Any:
         """`value`, or the input that stands for it if it is a tensor or an Array from outside."""
-        if isinstance(value, (torch.Tensor, torch.SymFloat)):
+        if isinstance(value, torch.Tensor):
             foreign = self._is_foreign(value)
         else:
             foreign = hasattr(value, "addressable_shards")
         return self.lift(value) if foreign else value
 
     @contextlib.contextmanager
-    def substituting(self, given: Mapping[int, Any]) -> Iterator[None]:
+    def substituting(self, given: Mapping[int, torch.Tensor]) -> Iterator[None]:
         """Inside, values from outside are replaced by others: `given` has them by id."""
         before, self._given = self._given, {**self._given, **given}
         try:
@@ -203,8 +207,8 @@ class Trace:
         finally:
             self._given = before
 
-    def lift(self, value: Any) -> Any:
-        """What stands for `value`, a tensor, number or Array from outside: a new input, unless it is substituted."""
+    def lift(self, value: Any) -> torch.Tensor:
+        """What stands for `value`, a tensor or Array from outside: a new input, unless it is substituted."""
         from torch.fx.experimental.proxy_tensor import track_tensor_tree
 
         if id(value) in self._given:
@@ -240,6 +244,8 @@ class Trace:
 
     def _example(self, aval: Aval | float, name: str) -> Any:
         """The value that stands for an input of the step."""
+        if isinstance(aval, torch.SymFloat):
+            return aval
         if isinstance(aval, float):
             return _sym_float(self.mode, aval, name)
         with self.mode:
@@ -250,10 +256,8 @@ class Trace:
         if isinstance(value, torch.Tensor):
             self._owners[value.untyped_storage()._cdata] = what
 
-    def _is_foreign(self, value: torch.Tensor | torch.SymFloat) -> bool:
-        if isinstance(value, torch.SymFloat):
-            return value.node.shape_env is not self.mode.shape_env
-        base = value
+    def _is_foreign(self, tensor: torch.Tensor) -> bool:
+        base = tensor
         while torch._C._functorch.is_functorch_wrapped_tensor(base):
             base = torch._C._functorch.get_unwrapped(base)
         return getattr(base, "fake_mode", None) is not self.mode
@@ -283,10 +287,10 @@ class Trace:
         return frozenset(symbols[s] for g in env.guards for s in g.expr.free_symbols if s in symbols)
 
 
-def aval_of(value: Any) -> Aval | float:
-    """The Aval of a tensor or Array; the value of a number."""
+def aval_of(value: Any) -> Any:
+    """The Aval of a tensor or Array. A number stands for itself in sub-programs too."""
     if isinstance(value, torch.SymFloat):
-        return float(value.node.hint)
+        return value
     device = str(value.device) if isinstance(value, torch.Tensor) else value.mesh.device_of(0)
     return Aval(tuple(value.shape), value.dtype, device)
 
@@ -298,11 +302,12 @@ def _is_dynamic(x: Any) -> bool:
     return isinstance(x, (torch.Tensor, torch.SymFloat, torch.SymInt, torch.SymBool))
 
 
-def _fake_mode() -> FakeTensorMode:
+def _fake_mode(parent: FakeTensorMode | None) -> FakeTensorMode:
+    """A mode of its own, so that tensors from outside are told apart, with the numbers of the parent."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    env = parent.shape_env if parent else ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
     return FakeTensorMode(allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=env, static_shapes=True)
 
 

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def map_values(tree: Any, fn: Callable[[Any], Any]) -> Any:
-    """`tree` (nested tuples, lists and dicts of arguments) with fn applied to each tensor and symbolic number."""
-    if isinstance(tree, (torch.Tensor, torch.SymFloat)):
+def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
+    """`tree` (nested tuples, lists and dicts of arguments) with fn applied to each tensor."""
+    if isinstance(tree, torch.Tensor):
         return fn(tree)
     if type(tree) in (tuple, list):
-        return type(tree)([map_values(t, fn) for t in tree])
+        return type(tree)([map_tensors(t, fn) for t in tree])
     if type(tree) is dict:
-        return {k: map_values(v, fn) for k, v in tree.items()}
+        return {k: map_tensors(v, fn) for k, v in tree.items()}
     return tree
 
 
@@ -44,7 +44,14 @@ class Lift(TorchFunctionMode):
         func, kwargs = CALLS.get(func, func), kwargs or {}
         if not self.trace.is_current:  # a sub-program is being traced
             return func(*args, **kwargs)
-        return func(*map_values(args, self.trace.bring), **map_values(kwargs, self.trace.bring))
+        args, kwargs = map_tensors(args, self.trace.bring), map_tensors(kwargs, self.trace.bring)
+        if func is torch.Tensor.__getitem__ and _is_position(args[1]):
+            return args[0].index_select(0, args[1].reshape(1)).squeeze(0)  # x[i] would read the value of i
+        return func(*args, **kwargs)
+
+
+def _is_position(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.ndim == 0 and index.dtype in (torch.int64, torch.int32)
 
 
 class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -75,7 +82,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         name = self.trace.fn_name
         if func is not aten.lift_fresh.default:
-            args, kwargs = map_values(args, self.trace.bring), map_values(kwargs, self.trace.bring)
+            args, kwargs = map_tensors(args, self.trace.bring), map_tensors(kwargs, self.trace.bring)
         try:
             return func(*args, **kwargs)
         except DataDependentOutputException:
