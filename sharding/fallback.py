@@ -17,11 +17,14 @@ LEAST = 1e-13  # seconds that a move must save
 
 
 def solve_locally(axis: AxisProblem) -> dict[Node, int]:
-    """The strategy of each node: a local optimum under moves that change one node, or a chain of nodes that follow
+    """The strategy of each node: the better of the local optima near the greedy choice and near everything whole."""
+    starts = (_greedy(axis), dict.fromkeys(axis.problem.nodes, 0))
+    return min((_improved(axis, start) for start in starts if axis.cost(start) < inf), key=axis.cost)
+
+
+def _improved(axis: AxisProblem, choice: dict[Node, int]) -> dict[Node, int]:
+    """The local optimum under moves that change one node, the users of one value, or a chain of nodes that follow
     each other's states (views stick together: changing only one of them never helps)."""
-    choice = _greedy(axis)
-    if axis.cost(choice) == inf:  # a loop's carry that is made in another state than it is started in
-        choice = dict.fromkeys(axis.problem.nodes, 0)
     for _ in range(SWEEPS):
         if not sum(_improve(axis, choice, node) for node in axis.free_nodes()):
             break

@@ -66,12 +66,22 @@ def _repeated(p: AxisProblem, choice: Choice, axis: str) -> Iterator[str]:
     for node in p.problem.nodes:
         if node.eqn is None or not is_heavy(node.eqn) or p.chosen(choice, node).letter:
             continue
-        cut = [v for v in node.operands if isinstance(p.made(choice, v), Shard)]
-        if cut:
+        cut = next((w for v in node.operands if (w := _sharded_origin(p, choice, v)) is not None), None)
+        if cut is not None:
             yield (
-                f"Every rank along {axis} repeats {op_name(node.eqn.op)} at {node.eqn.source}, although {cut[0]} is "
+                f"Every rank along {axis} repeats {op_name(node.eqn.op)} at {node.eqn.source}, although {cut} is "
                 f"sharded: the operation has no dim that could be split instead."
             )
+
+
+def _sharded_origin(p: AxisProblem, choice: Choice, v: Var) -> Var | None:
+    """The sharded value that v shows in another form, or v itself if that is sharded."""
+    while not isinstance(p.made(choice, v), Shard):
+        maker = p.problem.makers[v][0]
+        if maker.eqn is None or not is_view(maker.eqn):
+            return None
+        v = maker.operands[0]
+    return v
 
 
 def _without_rule(problem: Problem, solved: Solved) -> Iterator[str]:
