@@ -22,7 +22,7 @@ from vescale_fn.decompose import decompose_eqn, on_intent, splice
 from vescale_fn.decompositions import ALWAYS, ON_INTENT
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Source, Var, map_vars
 from vescale_fn.sharding.layout import Layout, Shard, State
-from vescale_fn.sharding.mesh import MeshShape
+from vescale_fn.sharding.mesh import Mesh, MeshShape
 from vescale_fn.sharding.rules import rule_for
 from vescale_fn.trace import Aval, trace_flat
 
@@ -239,7 +239,7 @@ def ops_after(
     avals = [Aval(shape, torch.float32) for shape in shapes.values()]
     graph = trace_flat(lambda *xs: [fn(*xs)], avals).graph
     layouts = tuple(Layout.of(MESH, v.shape, x) for v, x in zip(graph.inputs, states))
-    request: Any = SimpleNamespace(mesh=SimpleNamespace(shape=MESH), inputs=layouts, outputs=(None,), roles=roles)
+    request: Any = SimpleNamespace(mesh=Mesh(MESH), inputs=layouts, outputs=(None,), roles=roles)
     return {str(e.op).split(".")[1] for e in on_intent(graph, request, rule_for).eqns}
 
 

@@ -101,13 +101,13 @@ def splice(graph: Graph, replacements: Mapping[Eqn, Graph]) -> Graph:
 
 def on_intent(graph: Graph, request: Request, rule_for: RuleFor) -> Graph:
     """`graph` with the equations decomposed whose rule wants a dim whole that the user's layouts shard."""
-    mesh = request.mesh.shape
+    mesh, device = request.mesh.shape, request.mesh.device_of(0)
     inputs = {v: x for v, x in zip(graph.inputs, request.inputs) if x is not None}
     roles = dict(zip(graph.inputs, request.roles))
     while True:
         problem = build(graph, inputs, request.outputs, _constraints(graph, mesh), rule_for, {})
         found = blocked(problem, mesh, roles, ON_INTENT.keys())
-        graphs = {e: decompose_eqn(e, ON_INTENT[e.op]) for e in found}
+        graphs = {e: decompose_eqn(e, ON_INTENT[e.op], device) for e in found}
         replacements = {e: g for e, g in graphs.items() if g is not None}
         if not replacements:
             return graph
