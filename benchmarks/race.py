@@ -74,7 +74,7 @@ def report(
     name: str, clock: Times, ratios: Mapping[str, float], bounds: Mapping[str, float], cpu: Times | None = None
 ) -> None:
     """Print medians, and ratios beside their bounds."""
-    print(f"\n{name}: median seconds per step" + (", and of CPU time" if cpu else ""))
+    print(f"\n{name}: median seconds" + (", and of CPU time" if cpu else ""))
     for who, t in clock.items():
         busy = f" {statistics.median(cpu[who]):8.4f}" if cpu and who in cpu else ""
         print(f"  {who:28} {statistics.median(t):8.4f}{busy}")
