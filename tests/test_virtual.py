@@ -11,6 +11,7 @@ import torch
 from hand import Hand, assemble, parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from process_tasks import every_collective, inputs
 
 from vescale_fn.engines import engine_for
 from vescale_fn.sharding.comm import AllGather, AllReduce, AllToAll, Exchange, Permute, ReduceScatter, Slice, ToPartial
@@ -218,6 +219,17 @@ def test_an_error_names_the_rank_and_the_line() -> None:
     with pytest.raises(RuntimeError, match="shape") as caught:
         run(hand.program(y), [[torch.ones(2), torch.ones(2)]])
     assert caught.value.__notes__ == ["on rank 0 (dp=0, tp=0) of mesh dp=2,tp=1"]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_four_ranks_on_one_gpu() -> None:
+    program = every_collective(MeshShape(("x", "y"), (2, 2)))
+    expected = engine_for(Mesh(program.mesh)).load(program)(inputs(program))
+    on_gpu = [[x.cuda() for x in rank] for rank in inputs(program)]
+    got = engine_for(Mesh(program.mesh, device="cuda")).load(program)(on_gpu)
+    for a, b in zip(got, expected):
+        assert all(torch.equal(x.cpu(), y) for x, y in zip(a, b, strict=True))
 
 
 def test_a_process_without_devices_cannot_run() -> None:

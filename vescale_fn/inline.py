@@ -61,7 +61,7 @@ class Inliner:
             if name not in vars(module) or (hasattr(builtins, name) and getattr(builtins, name) is vars(module)[name]):
                 continue
             value = vars(module)[name]
-            if isinstance(value, ModuleType):
+            if isinstance(value, ModuleType) and value.__name__ in sys.modules:  # torch.ops.aten is none to import
                 self.imports[name] = _import_module(value, name)
             elif inspect.isroutine(value) or inspect.isclass(value) or hasattr(value, "__wrapped__"):
                 self.add(value, name)

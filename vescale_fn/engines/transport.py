@@ -45,7 +45,7 @@ class Wire:
         """parts[p] goes to process p; `lengths` are those of what comes back, one buffer from each process."""
         if self.group is None:
             return lambda: list(parts)
-        send = _carried(torch.cat(list(parts)))
+        send = _carried(_flat(parts))
         unit = _unit(parts[0].dtype)
         out = send.new_empty(sum(lengths) * unit)
         sizes = [n * unit for n in lengths]
@@ -145,7 +145,7 @@ class Team:
         if len(first) == 1 and self.native(comm, first[0]):
             out = first[0] if overwrite and first[0].is_contiguous() else _copy(first[0])
             return _after(self.wire.add(out), [[out]])
-        flats = [torch.cat([x.reshape(-1) for x in row]) for row in xs]
+        flats = [_flat(row) for row in xs]
         if self.native(comm, flats[0]):
             return _after(self.wire.add(flats[0]), [_unflatten(flats[0], shapes)])
         total = self.total(comm, flats)
@@ -166,19 +166,19 @@ class Team:
         """All members' flat buffers combined in order: each process combines one stretch, then all are gathered."""
         wire, numel = self.wire, flats[0].numel()
         if wire.group is None or numel < SMALL:
-            got = wire.gather(torch.cat(list(flats)), [numel * len(self.on(p)) for p in range(wire.size)])
+            got = wire.gather(_flat(flats), [numel * len(self.on(p)) for p in range(wire.size)])
             return lambda: reduce(self.in_order(got(), [numel] * self.size), comm.kind)
         step = -(-numel // wire.size)
         lengths = [max(0, min(step, numel - p * step)) for p in range(wire.size)]
         stretches = [torch.split(flat, lengths) for flat in flats]
         mine = lengths[wire.me]
         swapped = wire.swap(
-            [torch.cat([s[p] for s in stretches]) for p in range(wire.size)],
+            [_flat([s[p] for s in stretches]) for p in range(wire.size)],
             [mine * len(self.on(p)) for p in range(wire.size)],
         )
 
         def finish() -> Tensor:
-            stretch = reduce(self.in_order(torch.cat(swapped()), [mine] * self.size), comm.kind)
+            stretch = reduce(self.in_order(_flat(swapped()), [mine] * self.size), comm.kind)
             return wire.gather(stretch, lengths)()
 
         return finish
@@ -192,7 +192,7 @@ class Team:
     def all_gather(
         self, comm: AllGather, groups: Sequence[Group], shapes: Sequence[Any], xs: Sequence[Sequence[Tensor]]
     ) -> Results:
-        flat = torch.cat([x.reshape(-1) for row in xs for x in row])
+        flat = _flat([x for row in xs for x in row])
         numels = [sum(math.prod(s[m]) for s in shapes) for m in range(self.size)]
         got = self.wire.gather(flat, [sum(numels[m] for m in self.on(p)) for p in range(self.wire.size)])
         if len(groups) == len(xs) == 1 and self.is_stacked(comm, shapes[0]):
@@ -207,7 +207,7 @@ class Team:
 
     def is_stacked(self, comm: AllGather, shapes: Sequence[tuple[int, ...]]) -> bool:
         """Whether pieces that lie one after the other in memory are the gathered tensor."""
-        in_order = self.owners == tuple(sorted(self.owners))
+        in_order = self.wire.group is not None and self.owners == tuple(sorted(self.owners))
         plain = comm.pre == 1 and comm.dim == 0 and not comm.flat
         return in_order and plain and math.prod(shapes[0][1:]) > 0
 
@@ -219,8 +219,8 @@ class Team:
         pieces: dict[tuple[int, int], Tensor] = {}
         for m, row in zip(mine, xs):
             cuts = [cut(comm, g, x, m) for g, x in zip(groups, row)]
-            pieces |= {(m, to): torch.cat([c[to].reshape(-1) for c in cuts]) for to in everyone}
-        sent = [torch.cat([pieces[m, to] for m in mine for to in self.on(p)]) for p in processes]
+            pieces |= {(m, to): _flat([c[to] for c in cuts]) for to in everyone}
+        sent = [_flat([pieces[m, to] for m in mine for to in self.on(p)]) for p in processes]
         coming = {(m, to): [s[m][to] for s in shapes] for m in everyone for to in mine}
         order = [[(m, to) for m in self.on(p) for to in mine] for p in processes]
         numels = [[sum(map(math.prod, coming[pair])) for pair in pairs] for pairs in order]
@@ -264,6 +264,11 @@ def _by_dtype(xs: Sequence[Tensor]) -> list[list[int]]:
     for k, x in enumerate(xs):
         found.setdefault(x.dtype, []).append(k)
     return list(found.values())
+
+
+def _flat(xs: Sequence[Tensor]) -> Tensor:
+    """Tensors one after the other in one flat buffer; one alone is not copied if it need not be."""
+    return xs[0].reshape(-1) if len(xs) == 1 else torch.cat([x.reshape(-1) for x in xs])
 
 
 def _unflatten(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
