@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vescale_fn import local_ops
+from vescale_fn.inline import Inliner
 from vescale_fn.local_ops import Runs
 
 SIZE = 7
@@ -187,3 +188,17 @@ def test_a_rank_that_holds_nothing_has_what_changes_nothing(fill: str, dtype: to
 def test_results_that_are_not_made_stay_none() -> None:
     shapes, dtypes = [(0,), None], [torch.float32, None]
     assert local_ops.unless_empty("sort.default", shapes, dtypes, "zero", torch.empty(0))[1] is None
+
+
+def test_their_text_stands_alone() -> None:
+    """Exported programs contain it."""
+    inliner = Inliner()
+    public = [f for n, f in vars(local_ops).items() if n.endswith("_shard") or n == "unless_empty"]
+    for fn in public:
+        inliner.add(fn)
+    alone: dict[str, object] = {}
+    exec("\n".join([*inliner.imports.values(), *inliner.definitions.values()]), alone)
+    table, index = torch.eye(2), torch.tensor([0, 3])
+    got = alone["embedding_shard"](table, index, ((2, 4),), 4)  # type: ignore[operator]
+    assert got.equal(local_ops.embedding_shard(table, index, ((2, 4),), 4))
+    assert {f.__name__ for f in public} <= set(alone)
