@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, grad_and_value, hessian, jacrev, jvp, vmap
 
+import vescale_fn as vf
 from vescale_fn.interpret import run_graph
 from vescale_fn.primitives import RESHARD, reshard
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan
@@ -339,6 +340,18 @@ def test_constraints_inside_a_body() -> None:
     graph = assert_equal(grad(fn), grad(lambda x, a: fn(x, a)), ARGS[:2])
     found = [e for s in sub_programs(graph) for e in s.op.body.eqns if e.op is RESHARD]
     assert [e.args[1] for e in found] == ["b/dp d", "b/dp d"]
+
+
+def test_arrays_that_a_body_captures() -> None:
+    mesh = vf.make_mesh(dp=2)
+    x, w = torch.rand(4, 3, dtype=F64), torch.rand(3, dtype=F64)
+    captured = vf.device_put(w, "d", mesh)
+
+    def loss(x: torch.Tensor, w: Any) -> torch.Tensor:
+        return call(lambda x: (torch.sin(x) * w).sum(), x, remat=True)
+
+    got = vf.pjit(grad(lambda x: loss(x, captured)))(vf.device_put(x, "b/dp d", mesh))
+    torch.testing.assert_close(got.full(), torch.cos(x) * w, rtol=1e-12, atol=1e-12)
 
 
 def test_length_without_xs_and_constant_results() -> None:

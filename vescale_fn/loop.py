@@ -16,50 +16,15 @@ import torch
 from torch import Tensor
 
 from vescale_fn.ambient import NO_AUTOCAST, autocast
+from vescale_fn.form import Form, operand_avals
 from vescale_fn.functional import outside_transforms
 from vescale_fn.interpret import evaluate_equation, run_graph
 from vescale_fn.primitives import RESHARD, constrained
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan
 from vescale_fn.split import as_backward, fresh, split
-from vescale_fn.trace import Aval, Trace, aval_of, current_trace
+from vescale_fn.trace import Aval, Trace, current_trace
 
 Body = Callable[..., Sequence[Any]]
-
-
-@dataclass(frozen=True)
-class Form:
-    """Operands of a body are constants, carries, slices; its results are carries, slices. A call (length None) has
-    slices only, and does not slice them."""
-
-    name: str
-    num_consts: int = 0
-    num_carry: int = 0
-    length: int | None = None
-    reverse: bool = False
-    remat: bool = False
-
-    def parts(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Constants, carries and slices."""
-        first = self.num_consts + self.num_carry
-        return [*operands[: self.num_consts]], [*operands[self.num_consts : first]], [*operands[first:]]
-
-    def slice(self, aval: Any) -> Any:
-        """What the body sees of an operand that it iterates over."""
-        return aval if self.length is None else replace(aval, shape=aval.shape[1:])
-
-    def stack(self, aval: Aval) -> Aval:
-        return aval if self.length is None else replace(aval, shape=(self.length, *aval.shape))
-
-    @property
-    def batch_dim(self) -> int:
-        """Where vmap puts its dim in operands that are iterated over."""
-        return 0 if self.length is None else 1
-
-    def op(self, body: Graph) -> Scan | Call:
-        """The operation that is recorded."""
-        if self.length is None:
-            return Call(body, self.name, self.remat)
-        return Scan(body, self.num_consts, self.num_carry, self.length, self.reverse)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,12 +113,6 @@ def loop_of(op: Scan | Call, operands: Sequence[Any]) -> Loop:
         form = Form("scan", op.num_consts, op.num_carry, op.length, op.reverse)
     avals = operand_avals(form, operands)
     return Loop(lambda *ops: replay(op.body, ops), form, op.body, avals, len(op.body.outputs))
-
-
-def operand_avals(form: Form, operands: Sequence[Any]) -> tuple[Any, ...]:
-    """What the body sees of each operand."""
-    consts, carries, slices = form.parts([aval_of(x) for x in operands])
-    return (*consts, *carries, *map(form.slice, slices))
 
 
 class Primitive(torch.autograd.Function):

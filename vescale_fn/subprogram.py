@@ -16,8 +16,10 @@ from torch import Tensor
 
 from vescale_fn import trace_errors as errors
 from vescale_fn.ambient import AutocastState, autocast, autocast_state
+from vescale_fn.array import Array
+from vescale_fn.form import Form, operand_avals
 from vescale_fn.functional import outside_transforms
-from vescale_fn.loop import Form, Loop, operand_avals
+from vescale_fn.loop import Loop
 from vescale_fn.sharding.graph import dtype_text
 from vescale_fn.trace import Trace, aval_of, current_trace
 from vescale_fn.tree import flatten, flatten_with_paths, map_leaves, unflatten
@@ -223,7 +225,7 @@ def _kind(x: Any) -> str:
 
 def _is_array(x: Any) -> bool:
     """Whether x is a tensor, or an Array."""
-    return isinstance(x, Tensor) or hasattr(x, "addressable_shards")
+    return isinstance(x, (Tensor, Array))
 
 
 def _run(body: Callable[[Any, Any], Any], carry: Any, xs: Any, length: int, reverse: bool) -> tuple[Any, Any]:

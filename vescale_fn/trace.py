@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vescale_fn import trace_errors as errors
+from vescale_fn.array import Array
 from vescale_fn.functional import annotate, functionalized, record_call, unseen, writes_in_place
 from vescale_fn.fx_graph import graph_of_fx, identifier
 from vescale_fn.sharding.graph import Graph, Var
@@ -123,7 +124,7 @@ class Trace:
         self.fn_name = fn_name
         self.decompositions = dict(decompositions)
         self.captured: list[Any] = []
-        self.mode = _fake_mode(parent.mode if parent else None)
+        self.mode: FakeTensorMode = _fake_mode(parent.mode if parent else None)
         self.numbers: list[torch.SymFloat] = parent.numbers if parent else []  # those of the step
         self.lines = Lines()
         self._tracer: Any = None
@@ -135,11 +136,14 @@ class Trace:
     def run(
         self,
         fn: Callable[..., Sequence[Any]],
-        avals: Sequence[Aval | float],
+        avals: Sequence[Any],
         names: Sequence[str],
         static: frozenset[int] = frozenset(),
     ) -> tuple[Traced, frozenset[int]]:
-        """Trace fn, with the floats in `static` as constants. Also returns the floats that were guarded on."""
+        """Trace fn, with the floats in `static` as constants. Also returns the floats that were guarded on.
+
+        avals: as in trace_flat; a number of the step that a sub-program is part of stands for itself.
+        """
         token = _current.set(self)
         try:
             return self._run(fn, avals, names, static)
@@ -192,10 +196,7 @@ class Trace:
 
     def bring(self, value: Any) -> Any:
         """`value`, or the input that stands for it if it is a tensor or an Array from outside."""
-        if isinstance(value, torch.Tensor):
-            foreign = self._is_foreign(value)
-        else:
-            foreign = hasattr(value, "addressable_shards")
+        foreign = self._is_foreign(value) if isinstance(value, torch.Tensor) else isinstance(value, Array)
         return self.lift(value) if foreign else value
 
     @contextlib.contextmanager
