@@ -79,6 +79,14 @@ def test_views_cost_nothing() -> None:
     assert peak_bytes(hand.program(y), {"x": 0}) == MemoryStats(argument=128, output=0, temp=0, peak=128)
 
 
+def test_programs_for_other_devices_are_counted_here() -> None:
+    hand = Hand(MESH)
+    x = hand.input("x", (4,))
+    ones = hand.op(aten.ones.default, ([4],), hand.like(x, "ones"), device=torch.device("cuda"), dtype=torch.float64)
+    y = hand.op(aten.add.Tensor, (x, ones), hand.like(x, "y"))
+    assert peak_bytes(hand.program(y), {"x": 0}).peak == 96
+
+
 def test_stats_print_as_a_table() -> None:
     assert str(MemoryStats(1024, 0, 0, 2**20)).splitlines()[3].split() == ["peak", "1,048,576", "B", "1.00", "MiB"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from process_tasks import every_collective, inputs
 
+from vescale_fn.codegen import generate
 from vescale_fn.engines import engine_for
+from vescale_fn.engines.virtual import VirtualExecutable
 from vescale_fn.sharding.comm import AllGather, AllReduce, AllToAll, Exchange, Permute, ReduceScatter, Slice, ToPartial
 from vescale_fn.sharding.layout import WHOLE, Layout, Partial, Ragged, Shard
 from vescale_fn.sharding.mesh import Mesh, MeshShape
@@ -219,6 +222,25 @@ def test_an_error_names_the_rank_and_the_line() -> None:
     with pytest.raises(RuntimeError, match="shape") as caught:
         run(hand.program(y), [[torch.ones(2), torch.ones(2)]])
     assert caught.value.__notes__ == ["on rank 0 (dp=0, tp=0) of mesh dp=2,tp=1"]
+
+
+def test_ranks_that_disagree_are_an_error() -> None:
+    """Cannot happen with code of ours; a number that differs between ranks could do it."""
+    hand = Hand(MeshShape(("x",), (2,)))
+    x = hand.input("x", (2,), {"x": Partial()})
+    y = hand.op(AllReduce(("x",)), (x,), hand.var("y", (2,)))
+    program = hand.program(y, hand.op(AllReduce(("x",), "max"), (x,), hand.var("z", (2,))))
+    first, second = generate(program).sites
+
+    def step(args: list[Any], k: tuple[Any, ...]) -> Any:
+        yield (first, second)[k[0]], (args.pop(),)
+
+    code: Any = SimpleNamespace(function=step, communicates=True, program=program)
+    expected = (
+        r"Ranks do not agree on the next collective: all_reduce_0 .* \| all_reduce_1 .*\. All ranks of a mesh must"
+    )
+    with pytest.raises(RuntimeError, match=expected):
+        VirtualExecutable(code, range(2), [(0,), (1,)])([[torch.ones(2)], [torch.ones(2)]])
 
 
 @pytest.mark.cuda

@@ -21,7 +21,7 @@ from vescale_fn.codegen import Code, generate
 from vescale_fn.engines.virtual import VirtualExecutable
 from vescale_fn.program import Program
 from vescale_fn.sharding.graph import Var
-from vescale_fn.site import Site, Start, Wait
+from vescale_fn.site import Device, Site, Start, Wait
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,13 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def peak_bytes(program: Program, coords: Mapping[str, int]) -> MemoryStats:
     """Bytes that the rank at `coords` holds, without running anything."""
     code, ledger = generate(program), Ledger()
-    with FakeTensorMode():
+    device = next((c.traced for c in code.constants if isinstance(c, Device) and c.traced), torch.device("cpu"))
+    with FakeTensorMode(), device:
         inputs = [_empty(v, program, coords) for v in program.graph.inputs]
         arguments = _noted(ledger, inputs)
         kept = [x for i, x in enumerate(inputs) if i not in program.donated]
         with _Counting(ledger):
-            results = _run_alone(code, inputs, coords)
+            results = _run_alone(code, inputs, code.bind(coords, device), coords)
         outputs = _noted(ledger, results) - arguments
         stats = _stats(ledger, arguments, outputs)
     del kept
@@ -116,9 +117,9 @@ def _empty(v: Var, program: Program, coords: Mapping[str, int]) -> Any:
     return torch.empty(program.layouts[v].local_shape(coords), dtype=v.dtype) if v.is_tensor else v.dtype(1)
 
 
-def _run_alone(code: Code, inputs: list[Any], coords: Mapping[str, int]) -> list[Any]:
+def _run_alone(code: Code, inputs: list[Any], k: tuple[Any, ...], coords: Mapping[str, int]) -> list[Any]:
     """One rank's code with collectives answered by empty tensors of the right shape."""
-    run = code.function(inputs, code.bind(coords))
+    run = code.function(inputs, k)
     answer = None
     while code.communicates:
         try:
