@@ -2,7 +2,7 @@
 
 from vescale_fn import optim as optim
 from vescale_fn.array import Array as Array
-from vescale_fn.lowering import Lowered as Lowered
+from vescale_fn.lowered import Lowered as Lowered
 from vescale_fn.mesh import abstract_mesh as abstract_mesh
 from vescale_fn.mesh import make_mesh as make_mesh
 from vescale_fn.mesh import print0 as print0

@@ -1,4 +1,8 @@
-"""The arguments of a call: which leaves are Arrays, tensors, numbers or constants, and what they are called."""
+"""The arguments of a call: which leaves are Arrays, tensors, numbers or constants, and what they are called.
+
+Arrays, tensors and floats vary from call to call; everything else (ints, bools, strings, None, any hashable object) is
+a constant of the program and part of the key under which the program is kept.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ import torch
 
 from vescale_fn import errors
 from vescale_fn.array import Array, ArrayType
+from vescale_fn.sharding.mesh import Mesh
+from vescale_fn.trace import ShapeDtype
 from vescale_fn.tree import flatten, flatten_with_paths
 
 
@@ -36,13 +42,22 @@ def leaf_key(x: Any) -> LeafKey:
     """What a leaf contributes to the cache key. A tuple is a constant of the program."""
     if isinstance(x, Array):
         return x.type
-    if isinstance(x, torch.Tensor):
+    if isinstance(x, (torch.Tensor, ShapeDtype)):
         return TensorType(tuple(x.shape), x.dtype)
     if type(x) is float:
         return float
     if isinstance(x, slice):
         return (slice, x.start, x.stop, x.step)
     return (type(x), x)
+
+
+def check_hashable(fn: str, paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Raise TypeError for the first leaf that cannot be part of a key."""
+    for path, x in zip(paths, leaves):
+        try:
+            hash(leaf_key(x))
+        except TypeError:
+            raise TypeError(errors.bad_leaf(fn, path, type(x).__name__)) from None
 
 
 def ambient_key() -> tuple[Any, ...]:
@@ -57,7 +72,8 @@ def ambient_key() -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Signature:
-    """How a function's parameters are treated by pjit: indices and names of its static, donated and data arguments."""
+    """How a function's parameters are treated by pjit: names of its static, donated and data arguments. Arguments that
+    a `*args` collects are called `args[2]`, by their position in the call."""
 
     fn: Callable[..., Any]
     name: str
@@ -75,19 +91,19 @@ class Signature:
         data_argnums: int | Sequence[int] | None = None,
     ) -> Signature:
         name = getattr(fn, "__name__", type(fn).__name__)
-        try:
-            kinds = inspect.signature(fn).parameters.values()
-            params = tuple(p.name for p in kinds if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
-        except (TypeError, ValueError):
-            params = ()
+        params, more_args, more_kwargs = _parameters(fn)
+
+        def param(i: int, what: str) -> str:
+            if not (more_args and i >= len(params)) and not -len(params) <= i < len(params):
+                raise ValueError(errors.argnum_out_of_range(name, what, i, params))
+            return params[i] if i < len(params) else f"args[{i}]"
 
         def named(which: int | Sequence[int], what: str) -> frozenset[str]:
-            numbers = (which,) if isinstance(which, int) else tuple(which)
-            return frozenset(_param(params, i, name, what) for i in numbers)
+            return frozenset(param(i, what) for i in ((which,) if isinstance(which, int) else which))
 
         names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
         for n in names:
-            if params and n not in params:
+            if not more_kwargs and n not in params:
                 raise ValueError(errors.no_such_parameter(name, n, params))
         return Signature(
             fn,
@@ -119,14 +135,28 @@ class Signature:
         return Static(x)
 
 
-def _param(params: tuple[str, ...], i: int, fn: str, what: str) -> str:
-    if params and not -len(params) <= i < len(params):
-        raise ValueError(errors.argnum_out_of_range(fn, what, i, params))
-    return params[i] if params else f"args[{i}]"
+def _parameters(fn: Callable[..., Any]) -> tuple[tuple[str, ...], bool, bool]:
+    """Names of the parameters, and whether there is a *args and a **kwargs."""
+    try:
+        found = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # a builtin that does not say
+        return (), True, True
+    kinds = {p.kind for p in found}
+    params = tuple(p.name for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    return params, inspect.Parameter.VAR_POSITIONAL in kinds, inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def unwrap_static(tree_part: Any) -> Any:
     return tree_part.value if isinstance(tree_part, Static) else tree_part
+
+
+@dataclass(frozen=True, eq=False)
+class Shardings:
+    """The keyword arguments of pjit that say where things live."""
+
+    mesh: Mesh | None
+    inputs: Any
+    outputs: Any
 
 
 @dataclass(frozen=True, eq=False)

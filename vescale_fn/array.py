@@ -1,26 +1,28 @@
 """`Array`: a tensor of global shape whose parts live on the ranks of a mesh.
 
 An Array is not a torch.Tensor. Inside a traced step it is lifted to an input; outside, any torch function on it runs as
-a cached one-operation pjit. Printing and reading numbers never communicate.
+a cached one-operation pjit. Printing and reading numbers never communicate: they use what this process holds.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from vescale_fn import errors
+from vescale_fn.array_text import held_text, values_text
 from vescale_fn.sharding.bind import spec_of
 from vescale_fn.sharding.graph import dtype_text
 from vescale_fn.sharding.layout import Layout
 from vescale_fn.sharding.mesh import Mesh
-from vescale_fn.shardings import NamedSharding
+from vescale_fn.shardings import Index, NamedSharding, part_index
 
 
 @dataclass(frozen=True)
@@ -38,37 +40,74 @@ class ArrayType:
     def __hash__(self) -> int:  # computed once: every call of a step hashes the type of every leaf
         return self._hash
 
+    def text(self, spec: str | None = None) -> str:
+        """`f32[8, 4] 'b/dp d' on dp=2`, with the user's spelling of the spec if there is one."""
+        named = str(spec_of(self.layout)) if spec is None else spec
+        return f"{dtype_text(self.dtype)}{list(self.layout.shape)} '{named}' on {self.mesh}"
+
     def __str__(self) -> str:
-        return f"{dtype_text(self.dtype)}{list(self.layout.shape)} '{spec_of(self.layout)}' on {self.mesh}"
+        return self.text()
 
 
 @dataclass(frozen=True, eq=False)
 class ArrayShard:
-    """The part of an Array that one rank holds: `index` are slices of the global tensor (lists of runs where the
-    part is strided), `data` a view that must not be written."""
+    """The part of an Array that one rank holds.
+
+    index: one slice of the global tensor for each dim, or a tuple of slices where the part has several runs; dims that
+        are cut flat count as one.
+    data: the values, as a lazy copy: memory is shared until either side is written, so that writing to it changes
+        nothing in the Array, and a step that reuses the Array's memory changes nothing in it.
+    """
 
     rank: int
     coords: dict[str, int]
-    index: tuple[Any, ...]
+    index: Index
     data: torch.Tensor
 
 
-class Array:
+def _operator(name: str) -> Callable[[Array, Any], Any]:
+    """The operator `name` of torch.Tensor, on global values."""
+    func = getattr(torch.Tensor, name)
+    return lambda self, other: self.__torch_function__(func, (Array,), (self, other))
+
+
+def _unary(name: str) -> Callable[[Array], Any]:
+    func = getattr(torch.Tensor, name)
+    return lambda self: self.__torch_function__(func, (Array,), (self,))
+
+
+_VIEWS = ("T", "mT", "H", "mH", "real", "imag")  # properties of torch.Tensor that are operations
+
+
+class _Named(type):
+    """torch.func, and libraries that know tensors by type, refuse an Array in words of their own, in which only the
+    name of the type is ours to say."""
+
+    def __repr__(cls) -> str:
+        return "vescale_fn.Array (which such calls take inside a function decorated with vescale_fn.pjit only)"
+
+
+class Array(metaclass=_Named):
     """A global tensor in parts. Made by `device_put`, by the `make_array_*` functions, and by pjit.
+
+    On an abstract mesh an Array has a type and no parts: steps can be lowered for it, its values cannot be read.
+    Comparisons are element by element, as those of tensors; hashing is by identity.
 
     >>> import torch, vescale_fn as vf
     >>> a = vf.device_put(torch.arange(8.).reshape(4, 2), "b/dp d", vf.make_mesh(dp=2))
     >>> a.shape, a.addressable_shards[1].data.tolist()
     (torch.Size([4, 2]), [[4.0, 5.0], [6.0, 7.0]])
+    >>> (a + 1).sum()
+    Array(f32[] '' on dp=2; 36)
     """
 
-    __slots__ = ("_name", "_shards", "_spec", "type")
+    __slots__ = ("_gone", "_shards", "spec", "type")
 
     def __init__(self, type: ArrayType, shards: list[torch.Tensor], spec: str | None = None) -> None:
         self.type = type
+        self.spec = spec  # as the user wrote it, for printing
         self._shards: list[torch.Tensor] | None = shards
-        self._spec = spec
-        self._name = ""
+        self._gone = ""  # where the values went
 
     # ---- what it is
 
@@ -80,6 +119,9 @@ class Array:
     @property
     def ndim(self) -> int:
         return self.type.layout.ndim
+
+    def dim(self) -> int:
+        return self.ndim
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,7 +143,7 @@ class Array:
     @property
     def sharding(self) -> NamedSharding:
         """Mesh and spec; dims keep the names that the user gave."""
-        return NamedSharding(self.mesh, self._spec if self._spec is not None else str(spec_of(self.layout)))
+        return NamedSharding(self.mesh, str(spec_of(self.layout)) if self.spec is None else self.spec)
 
     def numel(self) -> int:
         return math.prod(self.shape)
@@ -113,9 +155,10 @@ class Array:
 
     @property
     def shards(self) -> list[torch.Tensor]:
-        """The local tensors of this process, in rank order. Raises if the Array was donated."""
+        """The local tensors themselves, in the order of this process's ranks: for code that runs programs. Others use
+        `addressable_shards`. Raises RuntimeError if the Array was donated."""
         if self._shards is None:
-            raise RuntimeError(errors.donated_array(self._name, str(self.type)))
+            raise RuntimeError(errors.donated_array(str(self.type), self._gone))
         return self._shards
 
     @property
@@ -123,43 +166,67 @@ class Array:
         """Whether the Array was donated to a call and holds nothing any more."""
         return self._shards is None
 
-    def take(self, name: str) -> list[torch.Tensor]:
+    def take(self, gone: str) -> list[torch.Tensor]:
         """The local tensors, for a program that may write into them; the Array is dead afterwards. Where somebody else
-        sees the memory of a part (another Array, a view that was handed out) a copy takes its place. `name` tells
-        later users where it went."""
+        sees the memory of a part (another Array, a view) a copy takes its place.
+
+        gone: tells later users where the values went ("donated to train_step").
+        """
         shards = self.shards
-        self._shards, self._name = None, name
+        self._shards, self._gone = None, gone
         return [shards[i] if _is_sole_holder(shards, i) else shards[i].clone() for i in range(len(shards))]
+
+    @property
+    def gone(self) -> str:
+        """Where the values of a dead Array went."""
+        return self._gone
+
+    def lost(self, gone: str) -> None:
+        """Say what became of the values after all."""
+        self._gone = gone
 
     @property
     def addressable_shards(self) -> list[ArrayShard]:
         """The parts that this process holds."""
-        out = []
-        for rank, data in zip(self.mesh.local_ranks, self.shards):
-            coords = self.mesh.shape.coords(rank)
-            runs = [self.layout.intervals(d, coords) for d in range(self.ndim)]
-            index = tuple(slice(*r[0]) if len(r) == 1 else [slice(*x) for x in r] for r in runs)
-            out.append(ArrayShard(rank, coords, index, data.detach()))
-        return out
+        held = [(rank, self.mesh.shape.coords(rank)) for rank in self.mesh.local_ranks]
+        return [
+            ArrayShard(rank, coords, part_index(self.layout, coords), torch._lazy_clone(data))
+            for (rank, coords), data in zip(held, self.shards, strict=True)
+        ]
 
     def full(self) -> torch.Tensor:
         """The whole value as a plain tensor on every process. Communicates; all processes must call it."""
         from vescale_fn.move import move_to  # moving an Array runs a program, which needs this module
 
+        self._require_values()
         return move_to(self, Layout.of(self.layout.mesh, self.layout.shape)).shards[0].clone()
 
     def to_dtensor(self) -> Any:
-        """This Array as a DTensor over the same processes (one rank per process). Raises if DTensor cannot say it."""
+        """This Array as a DTensor over the same processes (one rank per process), sharing memory. Raises ValueError
+        where DTensor cannot say it."""
         from vescale_fn.dtensor import to_dtensor
 
         return to_dtensor(self)
 
+    @staticmethod
+    def from_dtensor(x: Any, mesh: Mesh | None = None) -> Array:
+        """A DTensor as an Array, sharing memory. mesh: by default one with the axes of the DTensor's own."""
+        from vescale_fn.dtensor import from_dtensor
+
+        return from_dtensor(x, mesh)
+
     # ---- numbers and text: never communicate
 
+    def _require_values(self) -> None:
+        if self.mesh.kind == "abstract":
+            raise ValueError(errors.abstract_array(str(self.type)))
+
     def _local_value(self) -> torch.Tensor:
+        self._require_values()
+        shards = self.shards
         if not self.layout.is_whole:
             raise ValueError(errors.needs_full(str(self.type)))
-        return self.shards[0]
+        return shards[0]
 
     def item(self) -> Any:
         """The Python number of a one-element Array that this process holds whole."""
@@ -168,37 +235,36 @@ class Array:
     def tolist(self) -> Any:
         return self._local_value().tolist()
 
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """A NumPy copy of an Array that this process holds whole."""
+        return self._local_value().numpy(force=True).copy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
     def __float__(self) -> float:
         return float(self.item())
 
     def __int__(self) -> int:
         return int(self.item())
 
+    def __index__(self) -> int:
+        return self._local_value().__index__()
+
     def __bool__(self) -> bool:
-        return bool(self.item())
+        return bool(self._local_value())
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if spec else repr(self)
 
     def __repr__(self) -> str:
-        spec = self._spec if self._spec is not None else str(spec_of(self.layout))
-        head = f"{dtype_text(self.dtype)}{list(self.shape)} '{spec}' on {self.mesh}"
+        head = self.type.text(self.spec)
         if self._shards is None:
-            return f"Array({head}; donated{' to ' + self._name if self._name else ''})"
-        if self.layout.is_whole and self.numel() <= 36:
-            return f"Array({head}; {_values(self._shards[0])})"
-        return f"Array({head}; this process {self._held()} {_values(self._shards[0])})"
-
-    def _held(self) -> str:
-        coords = self.mesh.shape.coords(self.mesh.local_ranks[0])
-        runs = [self.layout.intervals(d, coords) for d in range(self.ndim)]
-
-        def text(dim: int) -> str:
-            if runs[dim] == ((0, self.shape[dim]),):
-                return ":"
-            return "+".join(f"{a}:{b}" for a, b in runs[dim]) or "0:0"
-
-        return f"[{', '.join(text(d) for d in range(self.ndim))}]"
+            return f"Array({head}; {self._gone})"
+        if not self._shards:
+            return f"Array({head}; no values)"
+        values = values_text(self._shards[0])
+        return f"Array({head}; {values})" if self.layout.is_whole else f"Array({head}; {held_text(self.type)} {values})"
 
     # ---- torch functions
 
@@ -210,91 +276,62 @@ class Array:
 
         return apply(func, args, kwargs or {})
 
-    def __getitem__(self, index: Any) -> Any:
-        return self.__torch_function__(torch.Tensor.__getitem__, (Array,), (self, index))
-
     def __getattr__(self, name: str) -> Any:
-        """Methods of torch.Tensor (`x.sum()`, `x.t()`), as operations on the global value."""
+        """Methods of torch.Tensor (`x.sum()`, `x.T`), as operations on the global value."""
         method = getattr(torch.Tensor, name, None)
+        if name in _VIEWS:
+            return self.__torch_function__(getattr(torch.Tensor, name).__get__, (Array,), (self,))
         if method is None or name.startswith("_") or not callable(method):
-            raise AttributeError(f"Array has no attribute {name!r}")
+            raise AttributeError(f"Array has no attribute {name!r}.", name=name, obj=self)
         return lambda *args, **kwargs: self.__torch_function__(method, (Array,), (self, *args), kwargs)
 
     def __len__(self) -> int:
+        if not self.ndim:
+            raise TypeError("len() of a 0-d Array.")
         return self.shape[0]
 
-    def _binary(self, func: Callable[..., Any], *args: Any) -> Any:
-        return self.__torch_function__(func, (Array,), args)
+    def __iter__(self) -> Iterator[Array]:
+        if not self.ndim:
+            raise TypeError("Iteration over a 0-d Array.")
+        return iter(self.unbind(0))
 
-    def __add__(self, other: Any) -> Any:
-        return self._binary(torch.add, self, other)
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise TypeError(errors.array_is_immutable())
 
-    def __radd__(self, other: Any) -> Any:
-        return self._binary(torch.add, other, self) if isinstance(other, torch.Tensor) else self + other
+    __hash__ = object.__hash__
+    __getitem__ = _operator("__getitem__")
+    __neg__, __abs__, __invert__ = map(_unary, ("__neg__", "__abs__", "__invert__"))
+    __lt__, __le__, __gt__, __ge__ = map(_operator, ("__lt__", "__le__", "__gt__", "__ge__"))
+    __add__, __radd__ = map(_operator, ("__add__", "__radd__"))
+    __sub__, __rsub__ = map(_operator, ("__sub__", "__rsub__"))
+    __mul__, __rmul__ = map(_operator, ("__mul__", "__rmul__"))
+    __truediv__, __rtruediv__ = map(_operator, ("__truediv__", "__rtruediv__"))
+    __floordiv__, __rfloordiv__ = map(_operator, ("__floordiv__", "__rfloordiv__"))
+    __mod__, __rmod__ = map(_operator, ("__mod__", "__rmod__"))
+    __pow__, __rpow__ = map(_operator, ("__pow__", "__rpow__"))
+    __matmul__, __rmatmul__ = map(_operator, ("__matmul__", "__rmatmul__"))
+    __and__, __rand__ = map(_operator, ("__and__", "__rand__"))
+    __or__, __ror__ = map(_operator, ("__or__", "__ror__"))
+    __xor__, __rxor__ = map(_operator, ("__xor__", "__rxor__"))
 
-    def __sub__(self, other: Any) -> Any:
-        return self._binary(torch.sub, self, other)
+    def __eq__(self, other: object) -> Any:
+        return self.__torch_function__(torch.Tensor.__eq__, (Array,), (self, other))
 
-    def __rsub__(self, other: Any) -> Any:
-        return self._binary(torch.rsub, self, other)
+    def __ne__(self, other: object) -> Any:
+        return self.__torch_function__(torch.Tensor.__ne__, (Array,), (self, other))
 
-    def __mul__(self, other: Any) -> Any:
-        return self._binary(torch.mul, self, other)
 
-    def __rmul__(self, other: Any) -> Any:
-        return self._binary(torch.mul, self, other)
+def _users(shards: list[torch.Tensor], i: int) -> tuple[int, int]:
+    """How many refer to tensor i of a list, and to the storage below it."""
+    storage = shards[i].untyped_storage()
+    return sys.getrefcount(shards[i]), torch._C._storage_Use_Count(storage._cdata)
 
-    def __truediv__(self, other: Any) -> Any:
-        return self._binary(torch.div, self, other)
 
-    def __rtruediv__(self, other: Any) -> Any:
-        return self._binary(torch.Tensor.__rtruediv__, self, other)
-
-    def __pow__(self, other: Any) -> Any:
-        return self._binary(torch.pow, self, other)
-
-    def __matmul__(self, other: Any) -> Any:
-        return self._binary(torch.matmul, self, other)
-
-    def __neg__(self) -> Any:
-        return self._binary(torch.neg, self)
-
-    def __abs__(self) -> Any:
-        return self._binary(torch.abs, self)
-
-    def __lt__(self, other: Any) -> Any:
-        return self._binary(torch.lt, self, other)
-
-    def __le__(self, other: Any) -> Any:
-        return self._binary(torch.le, self, other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._binary(torch.gt, self, other)
-
-    def __ge__(self, other: Any) -> Any:
-        return self._binary(torch.ge, self, other)
+@cache
+def _users_when_alone() -> tuple[int, int]:
+    return _users([torch.empty(1)], 0)
 
 
 def _is_sole_holder(shards: list[torch.Tensor], i: int) -> bool:
     """Whether nothing but this list refers to its tensor i or to the storage below it."""
-    in_python = sys.getrefcount(shards[i])  # the list, and the argument of this very call
-    below = torch._C._storage_Use_Count(shards[i].untyped_storage()._cdata)  # the tensor, and the object just made
-    return in_python <= 2 and below <= 2
-
-
-def _values(t: torch.Tensor, most: int = 6) -> str:
-    """At most `most` values a side."""
-    edge = most // 2
-    return torch._tensor_str._tensor_str(t.detach(), 0) if t.numel() <= most**2 else _summary(t.detach(), edge)
-
-
-def _summary(t: torch.Tensor, edge: int) -> str:
-    def text(x: torch.Tensor) -> str:
-        if x.ndim == 0:
-            return f"{x.item():.4g}" if x.dtype.is_floating_point else str(x.item())
-        rows: Sequence[torch.Tensor | None] = (
-            list(x) if len(x) <= 2 * edge else [*x[:edge], None, *x[-edge:]]  # "..." between the two edges
-        )
-        return f"[{', '.join('...' if r is None else text(r) for r in rows)}]"
-
-    return text(t)
+    return all(a <= b for a, b in zip(_users(shards, i), _users_when_alone()))

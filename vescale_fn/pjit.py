@@ -8,28 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
-
-import torch
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 from vescale_fn import errors
-from vescale_fn.arguments import CallArguments, Signature, ambient_key, leaf_key
-from vescale_fn.array import Array, ArrayType
-from vescale_fn.engines import Executable
-from vescale_fn.lowering import Lowered, lower, output_types
-from vescale_fn.placement import cut
-from vescale_fn.request import Shardings, request_of, trace_call
-from vescale_fn.sharding.graph import Var
-from vescale_fn.sharding.layout import Layout
+from vescale_fn.arguments import CallArguments, Shardings, Signature, ambient_key, check_hashable, leaf_key
+from vescale_fn.array import Array
+from vescale_fn.loaded import CallForm, Loaded
+from vescale_fn.lowered import Lowered
+from vescale_fn.register import UserRule, entries
 from vescale_fn.sharding.mesh import Mesh
 from vescale_fn.trace import Traced, current_trace
-from vescale_fn.tree import flatten, unflatten
+from vescale_fn.tree import flatten
+
+if TYPE_CHECKING:
+    from vescale_fn.verify import Verified
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+MANY_VALUES = 8  # of a Python int, before a warning says that each makes a new program
 
 _disabled: ContextVar[bool] = ContextVar("vescale_fn_pjit_disabled", default=False)
 
@@ -51,127 +54,129 @@ class CacheInfo(NamedTuple):
     misses: int
 
 
+@dataclass(frozen=True)
+class Options:
+    """The keyword arguments of pjit that say how a program is made and run; see `pjit`."""
+
+    rules: Mapping[Any, Any]
+    safe: bool
+    backend: str | None
+    deterministic: bool
+    cache_dir: Path | None
+
+
 class Jitted(Generic[P, R]):
     """A pjit-ted function. Call it like the plain function, which is `.fn`."""
 
-    def __init__(
-        self, fn: Callable[P, R], signature: Signature, shardings: Shardings, rules: Mapping[Any, Any] | None = None
-    ) -> None:
+    def __init__(self, fn: Callable[P, R], signature: Signature, shardings: Shardings, options: Options) -> None:
         functools.update_wrapper(self, fn)
         self.fn = fn
         self._signature = signature
         self._shardings = shardings
-        self._rules = dict(rules or {})
-        self._cache: dict[Any, _Loaded] = {}
+        self._options = options
+        self._cache: dict[Any, Loaded] = {}
         self._static_floats: dict[Any, list[int]] = {}  # key -> leaves whose value the program depends on
+        self._constants: dict[str, set[int]] = {}  # path -> the ints it has been
         self._hits = 0
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if _disabled.get() or current_trace() is not None:
             return self.fn(*args, **kwargs)
-        static_args, static_kwargs = self._signature.wrap_static(args, kwargs)
-        leaves, treedef = flatten((static_args, static_kwargs))
+        return self.run(args, kwargs)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        """The call as a program, whatever `disable_pjit` says."""
+        args, kwargs = self._signature.wrap_static(args, kwargs)
+        leaves, treedef = flatten((args, kwargs))
         key = (treedef, tuple(map(leaf_key, leaves)), ambient_key())
-        loaded = self._cache.get(self._with_floats(key, leaves))
+        try:
+            loaded = self._cache.get(self._with_floats(key, leaves))
+        except TypeError:
+            call = CallArguments.of(self._signature, args, kwargs)
+            check_hashable(self._signature.name, call.paths, call.leaves)
+            raise
         if loaded is None:
-            lowered, dynamic, out_treedef = self._lower(static_args, static_kwargs)
-            loaded = _Loaded.of(lowered, dynamic, out_treedef)
-            if lowered.traced.static:
-                self._static_floats[key] = [dynamic[k] for k in sorted(lowered.traced.static)]
-            self._cache[self._with_floats(key, leaves)] = loaded
+            loaded = self._load(key, CallArguments.of(self._signature, args, kwargs))
         else:
             self._hits += 1
         result: R = loaded(leaves)
         return result
 
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
+        """The program for these arguments, not run. Arrays on an abstract mesh, and with `mesh=` also `ShapeDtype`s,
+        will do."""
+        return self._lower(self._call(args, kwargs))[0]
+
+    def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:
+        """The global graph for these arguments."""
+        from vescale_fn.request import mesh_of, trace_call
+
+        call = self._call(args, kwargs)
+        return trace_call(self._signature, call, mesh_of(self._signature, self._shardings, call)).traced
+
+    def verify(self, *args: P.args, **kwargs: P.kwargs) -> Verified:
+        """Run the plain function and the program for these arguments on virtual ranks, operation by operation, and
+        name the first one whose result differs. Nothing is donated."""
+        from vescale_fn.verify import verify
+
+        call = self._call(args, kwargs)
+        lowered, form = self._lower(call)
+        values = [*(call.leaves[i] for i in form.dynamic), *lowered.traced.captured]
+        whole = [x.full() if isinstance(x, Array) else x for x in values]
+        return verify(lowered.program, lowered.plan.graph, whole)
+
+    def cache_info(self) -> CacheInfo:
+        """Calls that found their program, and programs that had to be lowered."""
+        return CacheInfo(self._hits, len(self._cache))
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
+        call = CallArguments.of(self._signature, *self._signature.wrap_static(args, kwargs))
+        check_hashable(self._signature.name, call.paths, call.leaves)
+        return call
+
     def _with_floats(self, key: Any, leaves: list[Any]) -> Any:
         static = self._static_floats.get(key)
         return (key, tuple(leaves[i] for i in static)) if static else key
 
-    def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
-        """The program for these arguments, not run. Arrays on an abstract mesh will do."""
-        return self._lower(*self._signature.wrap_static(args, kwargs))[0]
+    def _lower(self, call: CallArguments) -> tuple[Lowered, CallForm]:
+        # Imported by who lowers: solver, rules and partition would double the time that importing the package takes.
+        from vescale_fn.lowering import lower
+        from vescale_fn.request import mesh_of, request_of, trace_call
 
-    def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:
-        """The global graph for these arguments."""
-        call = CallArguments.of(self._signature, *self._signature.wrap_static(args, kwargs))
-        return trace_call(self._signature, call).traced
+        signature = self._signature
+        staged = trace_call(signature, call, mesh_of(signature, self._shardings, call))
+        request = request_of(signature, self._shardings, call, staged, dict(self._options.rules))
+        donated = request.donated
+        if self._options.safe:
+            request = replace(request, donated=frozenset())
+        lowered = lower(signature.name, staged.traced, request, self._options.cache_dir)
+        return lowered, CallForm(
+            staged.dynamic, tuple(call.paths[i] for i in staged.dynamic), donated, staged.out_treedef
+        )
 
-    def cache_info(self) -> CacheInfo:
-        return CacheInfo(self._hits, len(self._cache))
+    def _load(self, key: Any, call: CallArguments) -> Loaded:
+        """Lower and keep the program for a call."""
+        self._warn_of_many_values(call)
+        lowered, form = self._lower(call)
+        run = None
+        if lowered.request.mesh.kind != "abstract":
+            run = lowered.compile(deterministic=self._options.deterministic, backend=self._options.backend)
+        loaded = Loaded.of(lowered, form, run)
+        if lowered.traced.static:
+            self._static_floats[key] = [form.dynamic[k] for k in sorted(lowered.traced.static)]
+        self._cache[self._with_floats(key, call.leaves)] = loaded
+        return loaded
 
-    def _lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Lowered, tuple[int, ...], Any]:
-        call = CallArguments.of(self._signature, args, kwargs)
-        staged = trace_call(self._signature, call)
-        request = request_of(self._signature, self._shardings, call, staged, self._rules)
-        return lower(self._signature.name, staged.traced, request), staged.dynamic, staged.out_treedef
+    def _warn_of_many_values(self, call: CallArguments) -> None:
+        for path, x in zip(call.paths, call.leaves):
+            if type(x) is int:
+                seen = self._constants.setdefault(path, set())
+                seen.add(x)
+                if len(seen) == MANY_VALUES + 1:
+                    warnings.warn(errors.many_values(self._signature.name, path, len(seen)), stacklevel=5)
 
     def __repr__(self) -> str:
         return f"pjit({self._signature.name})"
-
-
-@dataclass(frozen=True, eq=False)
-class _Loaded:
-    """A program ready to run, and how its inputs and outputs map to the leaves of a call."""
-
-    name: str
-    run: Executable
-    mesh: Mesh
-    dynamic: tuple[int, ...]
-    donated: frozenset[int]  # of the dynamic leaves
-    captured: tuple[Any, ...]
-    layouts: tuple[Layout | None, ...]  # of the program's inputs
-    out_types: tuple[ArrayType | None, ...]
-    out_constants: tuple[Any, ...]
-    out_treedef: Any
-
-    @staticmethod
-    def of(lowered: Lowered, dynamic: tuple[int, ...], out_treedef: Any) -> _Loaded:
-        graph, mesh = lowered.program.graph, lowered.request.mesh
-        return _Loaded(
-            lowered.name,
-            lowered.compile(),
-            mesh,
-            dynamic,
-            lowered.program.donated,
-            tuple(lowered.traced.captured),
-            tuple(lowered.program.layouts.get(v) for v in graph.inputs),
-            tuple(output_types(lowered.program, mesh)),
-            tuple(None if isinstance(v, Var) else v for v in graph.outputs),
-            out_treedef,
-        )
-
-    def __call__(self, leaves: list[Any]) -> Any:
-        values = [leaves[i] for i in self.dynamic]
-        if self.donated:
-            self._check_donation(values)
-        columns = [self._shards(v, k) for k, v in enumerate([*values, *self.captured])]
-        outs = self.run([list(row) for row in zip(*columns)] if columns else [[] for _ in self.mesh.local_ranks])
-        results: list[Any] = list(self.out_constants)
-        for k, (column, t) in enumerate(zip(zip(*outs), self.out_types)):
-            if t is not None:
-                results[k] = Array(t, list(column))
-            elif results[k] is None and column[0] is not None:
-                results[k] = column[0]
-        return unflatten(self.out_treedef, results)
-
-    def _shards(self, value: Any, k: int) -> list[Any]:
-        """What each rank of this process gets for program input k."""
-        if isinstance(value, Array):
-            return value.take(self.name) if k in self.donated else value.shards
-        if isinstance(value, torch.Tensor):
-            layout = self.layouts[k]
-            assert layout is not None
-            coords = self.mesh.shape.coords
-            return [cut(value.to(self.mesh.device_of(r)), layout, coords(r)) for r in self.mesh.local_ranks]
-        return [value] * len(self.mesh.local_ranks)
-
-    def _check_donation(self, values: Sequence[Any]) -> None:
-        seen: dict[int, int] = {}
-        for k, v in enumerate(values):
-            first = seen.setdefault(id(v), k)
-            if first != k and isinstance(v, Array) and (k in self.donated or first in self.donated):
-                raise ValueError(errors.donated_twice(f"leaf {first}", f"leaf {k}", self.name))
 
 
 @overload
@@ -194,21 +199,31 @@ def pjit(
     in_shardings: Any = None,
     out_shardings: Any = None,
     donate_argnums: int | Sequence[int] = (),
+    donate: Literal["reuse", "safe"] = "reuse",
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     data_argnums: int | Sequence[int] | None = None,
-    rules: Mapping[Any, Any] | None = None,
+    rules: Mapping[Any, str | UserRule] | None = None,
+    compile: Literal["inductor"] | None = None,
+    deterministic: bool = False,
+    cache_dir: str | Path | None = None,
     **wrong: Any,
 ) -> Any:
     """Run a pure function of global values on a mesh. A decorator, a decorator factory, or a call.
 
     mesh: where to run; not needed when an argument is an Array.
-    in_shardings, out_shardings: prefix trees of specs for the positional arguments and the result. Unspecified
-        inputs keep their own; unspecified outputs continue the argument they are shaped like, else the solver chooses.
+    in_shardings: a tuple with a prefix tree of specs for each argument, a dict of them by parameter, or one spec or
+        vf.rules for all. Unspecified inputs keep their own.
+    out_shardings: a prefix tree of specs for the result. Unspecified outputs continue the argument that they are
+        shaped like, else the solver chooses.
     donate_argnums: arguments whose storage may be reused; they are dead after the call.
+    donate: "safe" keeps donated arguments until the call has succeeded, and so a second copy of them in memory.
     static_argnums, static_argnames: arguments that are constants of the program (hashable).
     data_argnums: arguments whose sharding decides first where two conflict; by default all but the first.
     rules: extra sharding rules by operation, see `register_rule`.
+    compile: "inductor" compiles programs without collectives, see `Lowered.compile`.
+    deterministic: the same bits on any number of processes.
+    cache_dir: a folder that keeps plans as files, so that a step which was solved once is not solved again.
 
     >>> import torch, vescale_fn as vf
     >>> mesh = vf.make_mesh(dp=2)
@@ -217,13 +232,25 @@ def pjit(
     8.0
     """
     name = getattr(fn, "__name__", "step")
-    for keyword in wrong:
-        if keyword in ("in_specs", "out_specs"):
-            raise TypeError(errors.specs_in_pjit(name, keyword))
-        raise TypeError(errors.unknown_keyword("vf.pjit", keyword))
+    _check_options(name, wrong, donate, compile)
+    options = Options(
+        entries(rules or {}), donate == "safe", compile, deterministic, None if cache_dir is None else Path(cache_dir)
+    )
 
     def wrap(f: Callable[..., Any]) -> Jitted[..., Any]:
         signature = Signature.of(f, static_argnums, static_argnames, donate_argnums, data_argnums)
-        return Jitted(f, signature, Shardings(mesh, in_shardings, out_shardings), rules)
+        return Jitted(f, signature, Shardings(mesh, in_shardings, out_shardings), options)
 
     return wrap if fn is None else wrap(fn)
+
+
+def _check_options(name: str, wrong: Mapping[str, Any], donate: str, compile: str | None) -> None:
+    for keyword in wrong:
+        if keyword in ("in_specs", "out_specs"):
+            raise TypeError(errors.specs_in_pjit(name, keyword))
+        known = [p for p in inspect.signature(pjit).parameters if p not in ("fn", "wrong")]
+        raise TypeError(errors.unknown_keyword(name, keyword, known))
+    if donate not in ("reuse", "safe"):
+        raise ValueError(errors.bad_option(name, "donate", donate, ["reuse", "safe"]))
+    if compile not in (None, "inductor"):
+        raise ValueError(errors.bad_option(name, "compile", compile, [None, "inductor"]))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vescale_fn import errors
-from vescale_fn.arguments import CallArguments, Signature, leaf_key, unwrap_static
+from vescale_fn.arguments import CallArguments, Shardings, Signature, leaf_key, unwrap_static
 from vescale_fn.array import Array
 from vescale_fn.continuation import OutputLeaf, continued
 from vescale_fn.decompositions import ALWAYS
@@ -18,18 +18,9 @@ from vescale_fn.primitives import RESHARD
 from vescale_fn.sharding.graph import Graph, Var
 from vescale_fn.sharding.layout import Layout
 from vescale_fn.sharding.mesh import Mesh
-from vescale_fn.shardings import layouts_for
-from vescale_fn.trace import Aval, Traced, trace_flat
+from vescale_fn.shardings import NamedSharding, layouts_for
+from vescale_fn.trace import Aval, ShapeDtype, Traced, trace_flat
 from vescale_fn.tree import flatten, unflatten
-
-
-@dataclass(frozen=True, eq=False)
-class Shardings:
-    """The keyword arguments of pjit that say where things live."""
-
-    mesh: Mesh | None
-    inputs: Any
-    outputs: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +32,8 @@ class Staged:
     out_treedef: Any
 
 
-def trace_call(signature: Signature, call: CallArguments) -> Staged:
-    """Trace the function on the types of the call's leaves."""
+def trace_call(signature: Signature, call: CallArguments, mesh: Mesh | None) -> Staged:
+    """Trace the function on the types of the call's leaves. Plain tensors count as being on the mesh."""
     dynamic = tuple(i for i, x in enumerate(call.leaves) if not isinstance(leaf_key(x), tuple))
     out: dict[str, Any] = {}
 
@@ -54,46 +45,54 @@ def trace_call(signature: Signature, call: CallArguments) -> Staged:
         results, out["treedef"] = flatten(signature.fn(*args, **kwargs))
         return results
 
-    avals = [_aval(call.leaves[i]) for i in dynamic]
+    device = mesh.device_of(0) if mesh is not None else None
+    avals = [_aval(call.leaves[i], device) for i in dynamic]
     traced = trace_flat(
         flat_fn, avals, names=[call.paths[i] for i in dynamic], fn_name=signature.name, decompositions=ALWAYS
     )
     return Staged(traced, dynamic, out["treedef"])
 
 
-def _aval(x: Any) -> Aval | float:
-    if isinstance(x, float):
-        return x
-    device = x.mesh.device_of(0) if isinstance(x, Array) else str(x.device)
-    return Aval(tuple(x.shape), x.dtype, device)
+def _aval(x: Any, device: str | None) -> Aval | float:
+    return x if isinstance(x, float) else Aval(tuple(x.shape), x.dtype, device or str(x.device))
 
 
 def request_of(
     signature: Signature, shardings: Shardings, call: CallArguments, staged: Staged, rules: dict[Any, Any]
 ) -> Request:
     """What the traced call is lowered for."""
-    mesh = mesh_of(signature, shardings, call)
+    mesh = mesh_of(signature, shardings, call, staged.traced.captured)
+    if mesh is None:
+        raise ValueError(errors.no_mesh(signature.name))
     fixed = _input_layouts(signature, shardings, call, staged, mesh)
     captured = tuple(x.layout if isinstance(x, Array) else None for x in staged.traced.captured)
     continues = _continues(signature, call, staged)
-    outputs = _output_layouts(shardings, staged, continues, fixed, mesh)
+    outputs = _output_layouts(signature.name, shardings, staged, continues, fixed, mesh)
     roles = _roles(signature, call, staged, frozenset(continues.values()))
     donated = frozenset(k for k, i in enumerate(staged.dynamic) if call.tops[i] in signature.donated)
     return Request(mesh, (*fixed, *captured), outputs, (*roles, *["state"] * len(captured)), continues, donated, rules)
 
 
-def mesh_of(signature: Signature, shardings: Shardings, call: CallArguments) -> Mesh:
-    """The one mesh of a call. Raises ValueError when there is none, or two."""
-    found = [(p, x.mesh) for p, x in zip(call.paths, call.leaves) if isinstance(x, Array)]
-    if shardings.mesh is not None:
-        found = [("mesh=", shardings.mesh), *found]
-    if not found:
-        raise ValueError(errors.no_mesh(signature.name))
-    first, mesh = found[0]
-    for path, other in found[1:]:
+def mesh_of(
+    signature: Signature, shardings: Shardings, call: CallArguments, captured: Sequence[Any] = ()
+) -> Mesh | None:
+    """The one mesh of a call, None when nothing says it. Raises ValueError when there are two."""
+    stated = [("mesh=", shardings.mesh)] if shardings.mesh is not None else []
+    asked = [("in_shardings", shardings.inputs), ("out_shardings", shardings.outputs)]
+    stated += [(what, x.mesh) for what, tree in asked for x in flatten(tree)[0] if isinstance(x, NamedSharding)]
+    stated += [(f"argument {p}", x.mesh) for p, x in zip(call.paths, call.leaves) if isinstance(x, Array)]
+    stated += [("an Array that it captures", x.mesh) for x in captured if isinstance(x, Array)]
+    if not stated:
+        return None
+    first, mesh = stated[0]
+    for what, other in stated[1:]:
         if other != mesh:
-            raise ValueError(errors.two_meshes(signature.name, first, mesh, path, other))
+            raise ValueError(errors.two_meshes(signature.name, first, _mesh_text(mesh), what, _mesh_text(other)))
     return mesh
+
+
+def _mesh_text(mesh: Mesh) -> str:
+    return f"{mesh} ({mesh.kind})"
 
 
 def _input_layouts(
@@ -102,16 +101,27 @@ def _input_layouts(
     """Layout of each dynamic leaf: the Array's own, else what in_shardings says, else the solver's choice."""
     own = [x.layout if isinstance(x, Array) else None for x in call.leaves]
     if shardings.inputs is not None:
-        args, _ = unflatten(call.treedef, call.leaves)
-        asked = layouts_for(shardings.inputs, args, mesh, what=signature.name)
+        what = f"{signature.name}: in_shardings"
+        asked = layouts_for(_by_parameter(signature.name, shardings.inputs, call), call.trees, mesh, what=what)
         for i, (layout, spec) in enumerate(asked):
             if spec is None:
                 continue
             x = call.leaves[i]
             if isinstance(x, Array) and x.layout != layout:
-                raise ValueError(errors.sharding_mismatch(signature.name, call.paths[i], str(x.type), f"'{spec}'"))
+                has = x.type.text(x.spec)
+                raise ValueError(errors.sharding_mismatch(signature.name, call.paths[i], has, f"'{spec}'"))
             own[i] = layout
     return tuple(own[i] for i in staged.dynamic)
+
+
+def _by_parameter(fn: str, inputs: Any, call: CallArguments) -> Any:
+    """in_shardings with the names of the parameters in the place of positions. One spec, or rules, stand for all."""
+    if type(inputs) not in (tuple, list):
+        return inputs
+    params = list(call.trees)
+    if len(inputs) != len(params):
+        raise ValueError(errors.shardings_count(fn, len(inputs), params))
+    return dict(zip(params, inputs))
 
 
 def _out_avals(staged: Staged) -> list[OutputLeaf]:
@@ -126,7 +136,8 @@ def _continues(signature: Signature, call: CallArguments, staged: Staged) -> dic
     order = sorted(dict.fromkeys(call.tops), key=lambda t: t not in signature.donated)  # donated first, then in order
     groups = [call.of_top(t) for t in order]
     arguments = [
-        (flatten(call.trees[t])[1], [_leaf_aval(call.leaves[i]) for i in group]) for t, group in zip(order, groups)
+        [(call.paths[i].removeprefix(t).removeprefix("."), _leaf_aval(call.leaves[i])) for i in group]
+        for t, group in zip(order, groups)
     ]
     found = continued(unflatten(staged.out_treedef, _out_avals(staged)), arguments)
     position = {leaf: k for k, leaf in enumerate(staged.dynamic)}
@@ -141,10 +152,11 @@ def _placed(graph: Graph) -> set[int]:
 
 
 def _leaf_aval(x: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
-    return (tuple(x.shape), x.dtype) if isinstance(x, (Array, torch.Tensor)) else None
+    return (tuple(x.shape), x.dtype) if isinstance(x, (Array, torch.Tensor, ShapeDtype)) else None
 
 
 def _output_layouts(
+    name: str,
     shardings: Shardings,
     staged: Staged,
     continues: dict[int, int],
@@ -155,11 +167,12 @@ def _output_layouts(
     for o, i in continues.items():
         outputs[o] = fixed[i]
     if shardings.outputs is not None:
+        what = f"{name}: out_shardings"
         avals = [
             torch.empty(v.shape, dtype=v.dtype, device="meta") if isinstance(v, Var) and v.is_tensor else None
             for v in staged.traced.graph.outputs
         ]
-        asked = layouts_for(shardings.outputs, unflatten(staged.out_treedef, avals), mesh, what="out_shardings")
+        asked = layouts_for(shardings.outputs, unflatten(staged.out_treedef, avals), mesh, what=what)
         outputs = [layout if spec is not None else old for (layout, spec), old in zip(asked, outputs)]
     return tuple(outputs)
 

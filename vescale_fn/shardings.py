@@ -50,8 +50,8 @@ class NamedSharding:
         """For each rank the part of the global tensor that it holds: one slice for each dim, or a tuple of slices where
         it holds several runs. Dims that are cut flat count as one.
         """
-        layout = self.layout(shape).flat
-        return {r: _index(layout, c) for r, c in enumerate(self.mesh.shape.all_coords())}
+        layout = self.layout(shape)
+        return {r: part_index(layout, c) for r, c in enumerate(self.mesh.shape.all_coords())}
 
     def is_equivalent_to(self, other: NamedSharding, shape: Sequence[int]) -> bool:
         """Whether both put the same parts of a tensor of this shape on the same ranks."""
@@ -70,7 +70,10 @@ class NamedSharding:
         return f"NamedSharding({self.mesh}: '{self.spec}')"
 
 
-def _index(layout: Layout, coords: Mapping[str, int]) -> Index:
+def part_index(layout: Layout, coords: Mapping[str, int]) -> Index:
+    """The part of the global tensor that one rank holds: a slice for each dim, or a tuple of them where it has several
+    runs; dims that are cut flat count as one."""
+    layout = layout.flat
     runs = [[slice(*r) for r in layout.intervals(d, coords)] or [slice(0, 0)] for d in range(layout.ndim)]
     return tuple(r[0] if len(r) == 1 else tuple(r) for r in runs)
 

@@ -28,14 +28,14 @@ class Picture:
         from rich.console import Console  # only who looks pays for the import
         from rich.table import Table
 
-        table = Table(title=self.title, title_justify="left", show_lines=True)
+        table = Table(show_lines=True)
         for c in self.columns:
             table.add_column(c)
         for r in self.rows:
             table.add_row(*r)
         out = io.StringIO()
         Console(file=out, width=120).print(table)
-        return out.getvalue().rstrip()
+        return f"{self.title}\n{out.getvalue().rstrip()}"
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{html.escape(c)}</th>" for c in self.columns)
@@ -56,7 +56,7 @@ def visualize(x: Array | Layout) -> Picture:
     >>> from vescale_fn.sharding.layout import Layout, Shard
     >>> from vescale_fn.sharding.mesh import MeshShape
     >>> print(visualize(Layout.of(MeshShape(("dp", "tp"), (2, 2)), (4, 6), {"dp": Shard(0), "tp": Shard(1)})))
-    [4, 6] 'd0/dp d1/tp' on dp=2,tp=2
+    [4, 6] 'a/dp b/tp' on dp=2,tp=2
     ┏━━━━━┳━━━━━━━━┳━━━━━━━━┓
     ┃     ┃ 0:3    ┃ 3:6    ┃
     ┡━━━━━╇━━━━━━━━╇━━━━━━━━┩
