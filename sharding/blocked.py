@@ -56,7 +56,8 @@ def _walk(problem: Problem, n: int, seeds: list[Reached], group: int, owner: dic
         for node, slot in problem.touching(v):
             if node.rule is None or node.layout is not None or owner.get(node, group) != group:
                 continue
-            strategy = strategy_for(replace(node.rule, whole=frozenset()), slot, state, n)
+            free = replace(node.rule, whole=frozenset()) if node.rule.whole else node.rule
+            strategy = strategy_for(free, slot, state, n)
             if strategy is None:
                 continue
             if strategy.letter in node.rule.whole:

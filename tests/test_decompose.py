@@ -227,6 +227,20 @@ def test_one_hot_inside_a_gradient() -> None:
     assert_equal(run_graph(graph, w, i), step(w, i))
 
 
+def test_the_batch_norm_of_cudnn_is_the_native_one() -> None:
+    x, w, b, mean, var = torch.randn(6, 3), torch.randn(3), torch.randn(3), torch.randn(3), torch.rand(3)
+    forward, backward = (ALWAYS[op] for op in (aten.cudnn_batch_norm.default, aten.cudnn_batch_norm_backward.default))
+    for training in (True, False):
+        mine, theirs = (mean.clone(), var.clone()), (mean.clone(), var.clone())
+        got = forward(x, w, b, *mine, training, 0.1, 1e-5)
+        assert_equal(got[:1], F.batch_norm(x, *theirs, w, b, training, 0.1, 1e-5), 1e-6)
+        assert_equal(mine, theirs, 1e-6)
+    grad = torch.randn(6, 3)
+    _, saved_mean, saved_rstd, kept = forward(x, w, b, mean, var, True, 0.1, 1e-5)
+    _, pull = torch.func.vjp(lambda x, w, b: F.batch_norm(x, None, None, w, b, True, 0.1, 1e-5), x, w, b)
+    assert_equal(backward(x, grad, w, None, None, saved_mean, saved_rstd, 1e-5, kept), pull(grad), 1e-5)
+
+
 # --- which equations ------------------------------------------------------------------------------------------------
 
 MESH = MeshShape(("dp", "tp"), (2, 2))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vescale_fn.decompositions_norm import NORMS, RECORDED
+from vescale_fn.decompositions_norm import NORMS, RECORDED, wide, wide_type
 
 aten = torch.ops.aten
 
@@ -22,11 +22,6 @@ Tensor = torch.Tensor
 Decomposition = Callable[..., Any]
 
 _NONE, _MEAN = 0, 1  # of the argument `reduction`; 2 is a sum
-
-
-def wide(x: Tensor) -> Tensor:
-    """x in the type that kernels accumulate in."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def dims_of(dim: int | Sequence[int] | None, rank: int) -> list[int]:
@@ -50,8 +45,9 @@ def count(x: Tensor, dims: Sequence[int]) -> int:
 def mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     out = dtype or x.dtype
     dims = dims_of(dim, x.dim())
-    x = wide(x.to(out))
-    return (x.sum(dims, keepdim) / count(x, dims)).to(out)
+    summed = wide_type(out)
+    total = x.sum(dims, keepdim) if summed == x.dtype else x.sum(dims, keepdim, dtype=summed)
+    return (total / count(x, dims)).to(out)
 
 
 def _spread(x: Tensor, dim: Any, correction: Any) -> tuple[Tensor, Tensor, list[int]]:

@@ -16,12 +16,15 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 Grads = tuple[Tensor | None, ...]
 
-_HALF = (torch.float16, torch.bfloat16)
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """The type that kernels accumulate in."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
     """x in the type that kernels accumulate in."""
-    return x.float() if x.dtype in _HALF else x
+    return x.to(wide_type(x.dtype))
 
 
 # --- softmax ------------------------------------------------------------------------------------------------------
@@ -32,18 +35,18 @@ def _shifted(x: Tensor, dim: int) -> Tensor:
 
 
 def softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    e = _shifted(_wide(x), dim).exp()
+    e = _shifted(wide(x), dim).exp()
     return e / e.sum(dim, keepdim=True)
 
 
 def log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    shifted = _shifted(_wide(x), dim)
+    shifted = _shifted(wide(x), dim)
     return shifted - shifted.exp().sum(dim, keepdim=True).log()
 
 
 def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """Rows that are masked everywhere are zero."""
-    x = _wide(x if dtype is None else x.to(dtype))
+    x = wide(x if dtype is None else x.to(dtype))
     top = x.amax(dim, keepdim=True)
     e = (x - top.masked_fill(top == -float("inf"), 0)).exp()
     total = e.sum(dim, keepdim=True)
@@ -51,13 +54,13 @@ def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tenso
 
 
 def softmax_backward(grad: Tensor, out: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
-    grad, out = _wide(grad), _wide(out)
+    grad, out = wide(grad), wide(out)
     weighted = grad * out
     return weighted - out * weighted.sum(dim, keepdim=True)
 
 
 def log_softmax_backward(grad: Tensor, out: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
-    grad, out = _wide(grad), _wide(out)
+    grad, out = wide(grad), wide(out)
     return grad - out.exp() * grad.sum(dim, keepdim=True)
 
 
@@ -102,7 +105,7 @@ def _last(x: Tensor, shape: Sequence[int]) -> tuple[list[int], list[int]]:
 def layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    off, mean, spread = _moments(_wide(x), _last(x, shape)[1])
+    off, mean, spread = _moments(wide(x), _last(x, shape)[1])
     rstd = (spread + eps).rsqrt()
     return _affine(off * rstd, weight, bias), mean, rstd
 
@@ -118,7 +121,7 @@ def layer_norm_backward(
     mask: Sequence[bool],
 ) -> Grads:
     front, last = _last(x, shape)
-    grad, unit = _wide(grad), (_wide(x) - mean) * rstd
+    grad, unit = wide(grad), (wide(x) - mean) * rstd
     return (
         _through_moments(_affine(grad, weight, None), unit, rstd, last) if mask[0] else None,
         _summed(grad * unit, front) if mask[1] else None,
@@ -127,7 +130,7 @@ def layer_norm_backward(
 
 
 def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
-    last, x = _last(x, shape)[1], _wide(x)
+    last, x = _last(x, shape)[1], wide(x)
     n = prod(shape)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     rstd = ((x * x).sum(last, keepdim=True) / n + eps).rsqrt()
@@ -138,7 +141,7 @@ def rms_norm_backward(
     grad: Tensor, x: Tensor, shape: Sequence[int], rstd: Tensor, weight: Tensor | None, mask: Sequence[bool]
 ) -> Grads:
     front, last = _last(x, shape)
-    grad, unit = _wide(grad), _wide(x) * rstd
+    grad, unit = wide(grad), wide(x) * rstd
     onto = _affine(grad, weight, None)
     slope = (onto * unit).sum(last, keepdim=True) / prod(shape)
     return (
@@ -168,7 +171,7 @@ def _statistic(x: Tensor, like: Tensor) -> Tensor:
 def group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, hxw: int, group: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grouped, dims = _in_groups(_wide(x), group)
+    grouped, dims = _in_groups(wide(x), group)
     off, mean, spread = _moments(grouped, dims)
     rstd = (spread + eps).rsqrt()
     unit = (off * rstd).reshape(x.shape)
@@ -188,7 +191,7 @@ def group_norm_backward(
     group: int,
     mask: Sequence[bool],
 ) -> Grads:
-    grad, (grouped, dims) = _wide(grad), _in_groups(_wide(x), group)
+    grad, (grouped, dims) = wide(grad), _in_groups(wide(x), group)
     rows = _statistic(rstd, grouped)
     unit = (grouped - _statistic(mean, grouped)) * rows
     onto = _in_groups(_affine(grad, _per_channel(weight, x.dim()), None), group)[0]
@@ -204,7 +207,7 @@ def _channels_normalized(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Over everything but the channels: the result; the mean, 1 / standard deviation and variance of each channel."""
-    off, mean, spread = _moments(_wide(x), [0, *range(2, x.dim())])
+    off, mean, spread = _moments(wide(x), [0, *range(2, x.dim())])
     rstd = (spread + eps).rsqrt()
     out = _affine(off * rstd, _per_channel(weight, x.dim()), _per_channel(bias, x.dim()))
     return out, mean.reshape(-1), rstd.reshape(-1), spread.reshape(-1)
@@ -250,9 +253,9 @@ def batch_norm_backward(
 ) -> Any:
     if not train:
         return NotImplemented
-    dims, grad = [0, *range(2, x.dim())], _wide(grad)
+    dims, grad = [0, *range(2, x.dim())], wide(grad)
     rows = rstd.view(1, -1, *[1] * (x.dim() - 2))
-    unit = (_wide(x) - mean.view(1, -1, *[1] * (x.dim() - 2))) * rows
+    unit = (wide(x) - mean.view(1, -1, *[1] * (x.dim() - 2))) * rows
     onto = _affine(grad, _per_channel(weight, x.dim()), None)
     return (
         _through_moments(onto, unit, rows, dims) if mask[0] else None,

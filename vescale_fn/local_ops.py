@@ -180,7 +180,7 @@ def scatter_shard(
     n = extent(owned)
     local, held = local_positions(index, owned, size, elsewhere=n)
     if reduce == "add" or (not reduce and index.shape[dim] == 1):
-        return _scatter_in_place_of_nothing(x, dim, local, held, src, reduce)
+        return _scatter_without_spare(x, dim, local, held, src, reduce)
     spare = _with_spare(x, dim)
     if not reduce:
         return _without_spare(spare.scatter(dim, local, src), dim)
@@ -188,7 +188,7 @@ def scatter_shard(
     return _without_spare(spare.scatter_reduce(dim, local, src, reduce, **options), dim)
 
 
-def _scatter_in_place_of_nothing(
+def _scatter_without_spare(
     x: Tensor, dim: int, local: Tensor, held: Tensor, src: Tensor | float, reduce: str
 ) -> Tensor:
     """Without a spare position: what is not held adds zero to position 0, or, being the only write of its line, puts

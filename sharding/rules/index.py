@@ -25,6 +25,12 @@ def _join(*layouts: Sequence[str]) -> str:
     return ", ".join(" ".join(x) for x in layouts)
 
 
+def _all_whole(eqn: Eqn) -> Rule:
+    """For scalars among the tensors, which torch takes for vectors of one element."""
+    operands = [["!n"] if v.shape else [] for v in eqn.operands]
+    return parse_rule(f"{_join(*operands)} -> {_join(*[['!r'] if v.shape else [] for v in eqn.outs])}", eqn)
+
+
 # --- rows of a table --------------------------------------------------------------------------------------------
 
 
@@ -55,9 +61,7 @@ def _gather(eqn: Eqn) -> Rule:
     x, index = eqn.operands
     rank = len(x.shape)
     if not rank or not index.shape:
-        return parse_rule(
-            f"{'' if not rank else '!n'}, {'!i' if index.shape else ''} -> {'!i' if index.shape else ''}", eqn
-        )
+        return _all_whole(eqn)
     d = bound_args(eqn)["dim"] % rank
     data, at = _aligned([x.shape, index.shape], d)
     data, at = replaced(data, d, "row"), replaced(at, d, "at")
@@ -71,8 +75,7 @@ def _scatter(*linear: Slots) -> Entry:
         rank = len(eqn.operands[0].shape)
         shapes = [v.shape for v in eqn.operands]
         if not rank or not all(shapes):
-            texts = [["!n"] if s else [] for s in shapes]
-            return parse_rule(f"{_join(*texts)} -> {_join(texts[0])}", eqn)
+            return _all_whole(eqn)
         d = bound_args(eqn)["dim"] % rank
         tokens = _aligned(shapes, d)
         written = [replaced(t, d, f"!at{s[d]}") for t, s in zip(tokens[1:], shapes[1:])]
@@ -97,7 +100,7 @@ def _zero_keeps_sums(entry: Callable[..., Entry]) -> Entry:
 def _index_select(eqn: Eqn) -> Rule:
     x, index = eqn.operands
     if not x.shape:
-        return parse_rule(f", {'!i' if index.shape else ''} -> ", eqn)
+        return _all_whole(eqn)
     tokens = letters(len(x.shape))
     d = bound_args(eqn)["dim"] % len(tokens)
     at = ["at"] if index.shape else []
