@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, grad_and_value
 
+from vescale_fn.decompositions import ALWAYS
 from vescale_fn.fx_graph import identifier
 from vescale_fn.interpret import run_graph
 from vescale_fn.sharding.graph import Graph
@@ -350,6 +351,15 @@ def test_writing_to_what_is_not_the_steps_own() -> None:
     )
     assert "to argument 0, at" in refusal(argument, torch.rand(3))
     assert w.tolist() == [0, 0, 0]
+
+
+def test_running_statistics_are_not_lost() -> None:
+    def normalize(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> Any:
+        return F.batch_norm(x, mean, var, training=True)
+
+    avals = [Aval((4, 3), F64), Aval((3,), F64), Aval((3,), F64)]
+    with pytest.raises(TraceError, match=r"writes in place \(aten.copy_\) to argument mean, at"):
+        trace_flat(lambda *x: [normalize(*x)], avals, names=["x", "mean", "var"], decompositions=ALWAYS)
 
 
 def test_an_exception_of_the_step_is_kept() -> None:

@@ -96,7 +96,7 @@ def annotate(graph: torch.fx.Graph, source: Source, backward: bool) -> list[Node
         node.meta["source"], node.meta["backward"] = source, backward
         new.append(node)
         node = node.prev
-    return new
+    return new[::-1]
 
 
 def record_call(tracer: Any, op: Scan | Call, operands: Sequence[Any], results: Sequence[torch.Tensor]) -> None:

@@ -235,10 +235,8 @@ class Trace:
         annotate(self.graph, *self.lines.locate())
         return fakes
 
-    def owner(self, tensor: Any) -> str | None:
+    def owner(self, tensor: torch.Tensor) -> str | None:
         """What the storage of a tensor belongs to, if the step must not write it."""
-        if not isinstance(tensor, torch.Tensor):
-            return None
         return self._owners.get(tensor.untyped_storage()._cdata)
 
     # ---- set-up and errors

@@ -3,7 +3,7 @@ traced program cannot do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,12 +69,9 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten.lift_fresh.default and args[0].numel() != 1:
             out = aten.clone.default(self.trace.lift(args[0]))
         else:
-            if func._schema.is_mutable:
-                self._refuse_captured(func, args, kwargs, source)
             out = self._call(func, args, kwargs, source)
         for node in annotate(self.trace.graph, source, backward):
-            if _is_random(node):
-                raise TraceError(errors.random_without_key(self.trace.fn_name, op_name(node.target), source))
+            self._check(node, source)
         return out
 
     def _call(self, func: Any, args: Any, kwargs: Any, source: Source) -> Any:
@@ -90,14 +87,29 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except DynamicOutputShapeException as e:
             raise TraceError(errors.data_dependent_shape(name, op_name(e.func), source)) from None
 
-    def _refuse_captured(self, func: Any, args: Any, kwargs: Any, source: Source) -> None:
-        for spec, value in zip(func._schema.arguments, (*args, *kwargs.values())):
-            if spec.alias_info is None or not spec.alias_info.is_write:
-                continue
-            for tensor in value if isinstance(value, (list, tuple)) else [value]:
-                what = self.trace.owner(tensor)
-                if what:
-                    raise TraceError(errors.writes_captured(self.trace.fn_name, what, op_name(func), source))
+    def _check(self, node: torch.fx.Node, source: Source) -> None:
+        """Refuse a node that a traced program cannot have."""
+        name = self.trace.fn_name
+        if _is_random(node):
+            raise TraceError(errors.random_without_key(name, op_name(node.target), source))
+        for tensor in _written(node):
+            what = self.trace.owner(tensor)
+            if what:
+                raise TraceError(errors.writes_captured(name, what, op_name(node.target), source))
+
+
+def _written(node: torch.fx.Node) -> Iterator[torch.Tensor]:
+    """The tensors that a node writes in place."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return
+    arguments = node.target._schema.arguments
+    given = {**dict(zip([a.name for a in arguments], node.args)), **node.kwargs}
+    for a in arguments:
+        if a.alias_info is not None and a.alias_info.is_write:
+            value = given.get(a.name)
+            for n in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(n, torch.fx.Node):
+                    yield n.meta["val"]
 
 
 def _is_random(node: torch.fx.Node) -> bool:
