@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import grad_and_value
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import vescale_fn as vf
 from vescale_fn.module import functionalize
 
 
@@ -202,3 +203,32 @@ def test_hugging_face_llama_on_meta() -> None:
     params = {k: p.detach() for k, p in real.named_parameters()}
     ids = torch.arange(6)[None]
     torch.testing.assert_close(apply(params, buffers, ids).logits, real(ids).logits.detach())
+
+
+def test_a_module_on_a_mesh() -> None:
+    module, ids = Tied().double(), torch.arange(8).reshape(4, 2)
+    apply, params, buffers = vf.functionalize(module)
+    mesh = vf.make_mesh(dp=2, tp=2)
+    placed = vf.device_put(params, vf.rules({"wte.weight": "v/tp d", "*": "..."}), mesh)
+
+    @vf.pjit
+    def step(params: Any, buffers: Any, ids: Tensor) -> Any:
+        return grad_and_value(lambda p: loss_of(apply(p, buffers, ids)))(params)
+
+    grads, value = step(placed, vf.device_put(buffers, "...", mesh), vf.device_put(ids, "b/dp t", mesh))
+    expected = loss_of(module(ids))
+    expected.backward()  # type: ignore[no-untyped-call]
+    assert float(value) == pytest.approx(expected.item(), rel=1e-12)
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(grads[name].full(), p.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_batch_norm_on_a_mesh_has_the_statistics_of_the_whole_batch() -> None:
+    module, x = nn.BatchNorm1d(3).double(), torch.randn(8, 3, dtype=torch.float64)
+    apply, params, buffers = vf.functionalize(module)
+    mesh = vf.make_mesh(dp=4)
+    args = vf.device_put((params, buffers), "...", mesh)
+    out, after = vf.pjit(apply.stateful)(*args, vf.device_put(x, "b/dp c", mesh))
+    torch.testing.assert_close(out.full(), module(x).detach(), rtol=1e-12, atol=1e-12)
+    for name, b in module.named_buffers():
+        torch.testing.assert_close(after[name].full(), b, rtol=1e-12, atol=0)

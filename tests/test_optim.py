@@ -293,3 +293,13 @@ def test_clipping_arrays(norm_type: float) -> None:
     torch.testing.assert_close(found.full(), norm, rtol=1e-12, atol=0)
     for k, g in expected.items():
         torch.testing.assert_close(clipped[k].full(), g, rtol=1e-12, atol=1e-14)
+
+
+def test_state_on_an_abstract_mesh() -> None:
+    mesh = vf.abstract_mesh(dp=512, tp=8)
+    params = vf.device_put({"w": vf.ShapeDtype((4096, 64))}, {"w": "a/dp b/tp"}, mesh)
+    opt = optim.adamw(lr=optim.warmup_cosine(0.1, 2, 9))
+    state = opt.init(params)
+    assert state["exp_avg_sq"]["w"].layout == params["w"].layout
+    lowered = vf.pjit(lambda g, s, p: opt.step(g, s, p)).lower(params, state, params)
+    assert len(lowered.collectives) == 0
