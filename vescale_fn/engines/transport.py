@@ -22,6 +22,8 @@ from vescale_fn.sharding.comm import AllGather, AllReduce, Collective
 # What gloo and NCCL both carry; anything else travels as bytes.
 CARRIED = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
 CARRIED |= {torch.int64, torch.int32, torch.int8, torch.uint8}
+# The name since torch 2.13, or the one before.
+all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 SMALL = 1 << 14  # elements below which one gather beats a scatter followed by a gather
 
 
@@ -67,7 +69,7 @@ class Wire:
             mine = torch.cat([mine, mine.new_empty(longest - mine.numel())])
         send = _carried(mine)
         out = send.new_empty(self.size * send.numel())
-        work, dtype = dist.all_gather_into_tensor(out, send, self.group, True), mine.dtype
+        work, dtype = all_gather(out, send, self.group, True), mine.dtype
 
         def finish() -> Tensor:
             self.wait(work)
