@@ -263,6 +263,11 @@ def test_casts_that_round_are_not_linear() -> None:
     assert rule_of(aten.add.Tensor, t(4, dtype=torch.bool), t(4, dtype=torch.bool)).linear == ()
 
 
+def test_a_number_may_stand_for_a_tensor() -> None:
+    out = Var("y", (), torch.float64)
+    assert rule_for(Eqn(aten._to_copy.default, (6,), {"dtype": torch.float64}, (out,))) == Rule((), ((),), {})
+
+
 def test_zeros_are_a_partial_sum_for_free() -> None:
     assert rule_of(aten.zeros.default, [4]).linear == (frozenset(),)
     assert rule_of(aten.full.default, [4], 0.0).linear == (frozenset(),)

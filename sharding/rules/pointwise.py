@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vescale_fn.sharding.graph import Eqn
+from vescale_fn.sharding.graph import Eqn, Var
 from vescale_fn.sharding.rules.registry import Entry, Slots, bound_args, parse_rule
 from vescale_fn.sharding.rules.rule import Rule
 
@@ -50,7 +50,10 @@ def _copy_of(argument: str) -> Entry:
     """The result is that argument, perhaps broadcast or cast. A cast to a floating type keeps order too."""
 
     def entry(eqn: Eqn) -> Rule:
-        old, new = bound_args(eqn)[argument].dtype, eqn.outs[0].dtype
+        source, new = bound_args(eqn)[argument], eqn.outs[0].dtype
+        if not isinstance(source, Var):  # torch lets a number stand for a tensor
+            return elementwise(eqn)
+        old = source.dtype
         ordered = old is new or (new.is_floating_point and not old.is_complex)
         return elementwise(eqn, linear=[{argument}], through=[argument] if ordered else [])
 
