@@ -114,7 +114,7 @@ INDEX = [
     s(aten.scatter.value, t(4, 6), 1, at(4, 1, size=6), 0),
     s(aten.scatter.src, t(4, 6), 1, at(4, 1, size=6), t(4, 1)),
     s(aten.scatter.src, t(4, 6), 1, at(4, 1, size=6), t(4, 3)),
-    s(aten.scatter.src, t(4, 6), 0, Permuted((4, 6), i64), t(4, 6)),
+    s(aten.scatter.src, t(6, 5), 0, Permuted((4, 5), i64), t(4, 5)),
     s(aten.scatter_add.default, t(4, 6), 1, at(4, 5, size=6), t(4, 5)),
     s(aten.scatter_add.default, t(4, 6), 1, at(3, 5, size=6), t(4, 6)),
     *(s(aten.scatter_reduce.two, t(4, 6), 1, at(4, 5, size=6), t(4, 5), r) for r in ("sum", "amax", "prod")),
@@ -123,7 +123,7 @@ INDEX = [
     s(aten.index_select.default, t(4, 6), 0, at(size=4)),
     s(aten.index_add.default, t(4, 6), 1, at(5, size=6), t(4, 5)),
     s(aten.index_add.default, t(4, 6), 0, at(3, size=4), t(3, 6), alpha=2),
-    s(aten.index_copy.default, t(4, 6), 0, Permuted((4,), i64), t(4, 6)),
+    s(aten.index_copy.default, t(6, 5), 0, Permuted((4,), i64), t(4, 5)),
     s(aten.index_fill.int_Scalar, t(4, 6), 1, at(3, size=6), 2.0),
     s(aten.index_fill.int_Scalar, t(4, 6), 1, at(3, size=6), 0),
     *(
@@ -140,7 +140,7 @@ INDEX = [
         sample
         for op in (aten.index_put.default, aten._unsafe_index_put.default)
         for sample in (
-            s(op, t(4, 6), [Permuted((4,), i64)], t(4, 6)),
+            s(op, t(6, 5), [Permuted((4,), i64)], t(4, 5)),
             s(op, t(4, 6), [None, t(5, dtype=i64, low=-6, high=6)], t(4, 5), True),
             s(op, t(4, 6, 5), [at(4, 1, size=4), at(3, size=6)], t(5), True),
             s(op, t(4, 6, 5), [at(3, size=4), None, at(3, size=5)], t(3, 1), True),

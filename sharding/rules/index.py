@@ -20,6 +20,8 @@ from vescale_fn.sharding.rules.view import letters, replaced
 
 aten = torch.ops.aten
 
+_ADDED: Slots = {"self", "src"}
+
 
 def _join(*layouts: Sequence[str]) -> str:
     return ", ".join(" ".join(x) for x in layouts)
@@ -65,7 +67,7 @@ def _gather(eqn: Eqn) -> Rule:
     d = bound_args(eqn)["dim"] % rank
     data, at = _aligned([x.shape, index.shape], d)
     data, at = replaced(data, d, "row"), replaced(at, d, "at")
-    return parse_rule(f"{_join(data, at)} -> {_join(at)}", eqn, linear=[{"self"}], masked=["row"])
+    return parse_rule(f"{_join(data, at)} -> {_join(at)}", eqn, linear=[{"self"}], through=["self"], masked=["row"])
 
 
 def _scatter(*linear: Slots) -> Entry:
@@ -83,6 +85,11 @@ def _scatter(*linear: Slots) -> Entry:
         return parse_rule(f"{_join(data, *written)} -> {_join(data)}", eqn, linear=linear, masked=["row"])
 
     return entry
+
+
+def _scatter_reduce(eqn: Eqn) -> Rule:
+    linear = {"sum": [_ADDED], "mean": [_ADDED]}.get(bound_args(eqn)["reduce"], [])
+    return _scatter(*linear)(eqn)
 
 
 def _zero_keeps_sums(entry: Callable[..., Entry]) -> Entry:
@@ -106,7 +113,11 @@ def _index_select(eqn: Eqn) -> Rule:
     at = ["at"] if index.shape else []
     out = replaced(tokens, d, *at or ["1"])
     return parse_rule(
-        f"{_join(replaced(tokens, d, 'row'), at)} -> {_join(out)}", eqn, linear=[{"self"}], masked=["row"]
+        f"{_join(replaced(tokens, d, 'row'), at)} -> {_join(out)}",
+        eqn,
+        linear=[{"self"}],
+        through=["self"],
+        masked=["row"],
     )
 
 
@@ -156,7 +167,7 @@ def _index(eqn: Eqn) -> Rule | None:
     if found is None:
         return None
     data, at, out, rows = found
-    return parse_rule(f"{_join(data, *at)} -> {_join(out)}", eqn, linear=[{"self"}], masked=rows)
+    return parse_rule(f"{_join(data, *at)} -> {_join(out)}", eqn, linear=[{"self"}], through=["self"], masked=rows)
 
 
 def _index_put(eqn: Eqn) -> Rule | None:
@@ -172,22 +183,26 @@ def _take(eqn: Eqn) -> Rule:
     """Indices into the flattened tensor, which must be whole."""
     x, index = eqn.operands
     at = [f"at{i}" for i, _ in enumerate(index.shape)]
-    return parse_rule(f"{_join([f'!{a}' for a in letters(len(x.shape))], at)} -> {_join(at)}", eqn, linear=[{"self"}])
+    return parse_rule(
+        f"{_join([f'!{a}' for a in letters(len(x.shape))], at)} -> {_join(at)}",
+        eqn,
+        linear=[{"self"}],
+        through=["self"],
+    )
 
 
-_ADDED: Slots = {"self", "src"}
 _FROM_SOURCE: Slots = {"self", "source"}
 
 ENTRIES: Mapping[Any, Entry] = {
     aten.embedding.default: form(
-        "weight: row feature, indices: ... -> ... feature", linear=[{"weight"}], masked=["row"]
+        "weight: row feature, indices: ... -> ... feature", linear=[{"weight"}], through=["weight"], masked=["row"]
     ),
     aten.embedding_dense_backward.default: _embedding_backward,
     aten.gather.default: _gather,
     aten.scatter.src: _scatter(_ADDED),
     aten.scatter.value: _zero_keeps_sums(_scatter),
     aten.scatter_add.default: _scatter(_ADDED),
-    aten.scatter_reduce.two: _scatter(),
+    aten.scatter_reduce.two: _scatter_reduce,
     aten.index_select.default: _index_select,
     aten.index_add.default: _index_write(_FROM_SOURCE),
     aten.index_copy.default: _index_write(_FROM_SOURCE),
