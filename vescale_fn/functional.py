@@ -92,7 +92,7 @@ def annotate(graph: torch.fx.Graph, source: Source, backward: bool) -> list[Node
     """Mark the nodes made since the last operation (arithmetic on numbers included) with line and phase."""
     new = []
     node = graph._root.prev
-    while node.op == "call_function" and "source" not in node.meta:
+    while node.op in ("call_function", "get_attr") and "source" not in node.meta:
         node.meta["source"], node.meta["backward"] = source, backward
         new.append(node)
         node = node.prev

@@ -79,7 +79,7 @@ class _Converter:
                 outputs = tuple(self.argument(node.args[0]))
             elif node.op == "get_attr":
                 number = getattr(self.gm, node.target)  # a tensor of one element, made by torch.tensor(2.0)
-                self.values[node] = self.full("constant", number, number.item(), {})
+                self.values[node] = self.full("constant", number, number.item(), node.meta)
             elif node.users:
                 self.values[node] = self.call(node)
         return drop_dead(Graph(tuple(inputs), tuple(with_phases(self.eqns, self.backward)), outputs))
