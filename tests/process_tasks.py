@@ -6,9 +6,11 @@ import time
 from typing import Any
 
 import torch
+from gpt import MEGATRON, Sizes, make_step, on_mesh
 from hand import Hand, aten, parts
 from torch import Tensor
 
+import vescale_fn as vf
 from vescale_fn.engines.torchdist import TorchDistEngine
 from vescale_fn.program import Program
 from vescale_fn.sharding.comm import AllGather, AllReduce, AllToAll, Exchange, Permute, ReduceScatter, Slice, ToPartial
@@ -108,6 +110,19 @@ def run(process: int, processes: int, name: str, sizes: tuple[int, ...], *args: 
 def run_native(process: int, processes: int, name: str, sizes: tuple[int, ...], *args: Any) -> Any:
     """`run` with the library's own sums."""
     return run(process, processes, name, sizes, *args, deterministic=False)
+
+
+def train(process: int, processes: int) -> list[str]:
+    """Losses of a small GPT, exactly, after each of three steps. Process -1 holds virtual ranks."""
+    sizes = Sizes(layers=1, width=32)
+    mesh = vf.make_mesh(dp=2, tp=2) if process < 0 else vf.make_mesh(dp=2, tp=2, processes=processes)
+    state, x, y = on_mesh(sizes, mesh, MEGATRON, "b/dp s")
+    step = vf.pjit(make_step(sizes), donate_argnums=0)
+    losses = []
+    for _ in range(3):
+        state, loss = step(state, x, y)
+        losses.append(float(loss).hex())
+    return losses
 
 
 def run_different(process: int, processes: int) -> Any:

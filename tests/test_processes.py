@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import process_tasks as tasks
@@ -11,6 +12,15 @@ from worker_pool import Pool
 
 from vescale_fn.engines.virtual import VirtualEngine
 from vescale_fn.sharding.mesh import Mesh, MeshShape
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in the workers: the number of threads decides the order of sums inside a kernel."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def virtual(name: str, sizes: tuple[int, ...], *args: Any) -> list[list[Any]]:
@@ -51,6 +61,13 @@ def test_large_sums_are_ordered_too(pool: Pool) -> None:
 
 def test_collectives_inside_loops(pool: Pool) -> None:
     assert_same_bits(pool.run(tasks.run, "looped", (2,)), virtual("looped", (2,)))
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_training_gives_the_same_losses(pool: Pool, processes: int) -> None:
+    """To the bit: groups of two have only one order of adding."""
+    expected = tasks.train(-1, 1)
+    assert pool.run(tasks.train, processes=processes) == [expected] * processes
 
 
 def test_sums_in_place_while_others_work(pool: Pool) -> None:
