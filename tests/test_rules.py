@@ -87,7 +87,6 @@ _SURVIVORS = [
     ),
     ("These weights are multiplied by what is never negative.", "2 passes through", "binary_cross_entropy"),
     ("The first operand is overwritten.", "linear in [0, 1]", "copy fill.Tensor"),
-    ("No elements, nothing to go wrong.", "", "view"),
     ("The first operand has no elements.", "linear in [1, 2]", "cat"),
     ("One tensor alone is what comes out.", "0 passes through", "cat"),
     ("The identity matrix is symmetric.", "swap a and b", "eye"),
@@ -101,6 +100,8 @@ def test_the_machine_kills_mutants_of_rules() -> None:
     unexplained: list[str] = []
     for sample in ALL:
         eqn = equation(sample)
+        if any(0 in v.shape for v in eqn.outs):
+            continue  # no elements, nothing to go wrong
         rule = rule_for(eqn)
         assert rule is not None
         for mutant in mutants(eqn, rule):
