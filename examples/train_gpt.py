@@ -199,9 +199,20 @@ def describe(mesh: vf.Mesh, params: dict[str, Any], rules: Any, lowered: Any) ->
 # ---- the job
 
 
+def mesh_sizes(text: str) -> dict[str, int]:
+    """`dp=2,tp=2` -> sizes of both axes; an axis that is not named has size 1."""
+    sizes = {"dp": 1, "tp": 1}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in sizes or not size.removeprefix("-").isdigit():
+            raise argparse.ArgumentTypeError(f"{part!r} is not dp=N or tp=N")
+        sizes[name] = int(size)
+    return sizes
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mesh", default="dp=2,tp=2", help="sizes of the axes dp and tp")
+    parser.add_argument("--mesh", type=mesh_sizes, default="dp=2,tp=2", help="sizes of the axes dp and tp")
     parser.add_argument("--steps", type=int, help="default 500, or 20 with --check")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256, help=f"a multiple of {HEAD}")
@@ -213,7 +224,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="train in float64 beside the plain function on one device")
     args = parser.parse_args()
     args.steps = args.steps or (20 if args.check else 500)
-    args.mesh = {"dp": 1, "tp": 1} | {name: int(n) for name, n in (a.split("=") for a in args.mesh.split(","))}
+    if args.width % HEAD:
+        parser.error(f"--width {args.width} is not a multiple of {HEAD}, the size of an attention head")
     return args
 
 

@@ -74,6 +74,19 @@ def test_text_too_short(tmp_path: Path) -> None:
     assert done.stderr.strip() == f"{short} has 8 bytes; --seq 128 needs at least 2600."
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mesh", "dp=2,pp"], "argument --mesh: 'pp' is not dp=N or tp=N"),
+        (["--width", "100"], "--width 100 is not a multiple of 64, the size of an attention head"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str) -> None:
+    done = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == f"train_gpt.py: error: {message}"
+
+
 @pytest.mark.deep
 def test_default_run_learns() -> None:
     done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=600)

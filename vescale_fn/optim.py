@@ -13,8 +13,9 @@ class of the same name gives with `fused=True`. A gradient that is None leaves i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ def sgd(
     }
     name = f"sgd(lr={_rate_text(lr)}, momentum={momentum}, weight_decay={weight_decay})"
     lists = ("momentum_buffer" if momentum else None,)
-    return _optimizer(name, UPDATES["sgd"], lists, lr, settings)
+    return _optimizer(_Algorithm(name, UPDATES["sgd"], lists, lr, settings))
 
 
 def _adam(
@@ -125,57 +126,75 @@ def _adam(
     }
     text = f"{name}(lr={_rate_text(lr)}, betas={betas}, eps={eps}, weight_decay={weight_decay})"
     lists = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq" if amsgrad else None)
-    return _optimizer(text, UPDATES[name], lists, lr, settings)
+    return _optimizer(_Algorithm(text, UPDATES[name], lists, lr, settings))
 
 
-def _optimizer(
-    name: str,
-    update: Callable[..., list[Tensor]],
-    lists: Sequence[str | None],
-    lr: float | Tensor | Schedule,
-    settings: dict[str, Any],
-) -> Optimizer:
-    """An optimizer from a list operation. `lists`: for each list of moments that `update` takes its name in the
-    state, or None for one that stays empty."""
-    moments = [m for m in lists if m]
+@dataclass(frozen=True)
+class _Algorithm:
+    """An optimizer made of one list operation.
 
-    def init(params: Tree) -> dict[str, Tree]:
+    lists: for each list of moments that `update` takes its name in the state, or None for one that stays empty.
+    """
+
+    name: str
+    update: Callable[..., list[Tensor]]
+    lists: tuple[str | None, ...]
+    lr: float | Tensor | Schedule
+    settings: Mapping[str, Any]
+
+    @property
+    def moments(self) -> list[str]:
+        return [m for m in self.lists if m]
+
+    def init(self, params: Tree) -> dict[str, Tree]:
         leaves, tree = flatten(params)
-        if _any_array(leaves):  # as a pjit: moments are born where their parameters live, no rank holds a whole one
-            places = unflatten(tree, [None if p is None else p.sharding for p in leaves])
-            jitted = pjit(init, out_shardings={"step": "", **dict.fromkeys(moments, places)})
-            state: dict[str, Tree] = jitted(params)
-            return state
-        _check_params(name, params)
+        if not _any_array(leaves):
+            return self._zeros(params)
+        # As a pjit: moments are born where their parameters live, and no rank holds a whole one.
+        places = unflatten(tree, [None if p is None else p.sharding for p in leaves])
+        return pjit(self._zeros, out_shardings={"step": "", **dict.fromkeys(self.moments, places)})(params)
+
+    def step(self, grads: Tree, state: dict[str, Tree], params: Tree) -> tuple[Tree, dict[str, Tree]]:
+        outside = _any_array(flatten(params)[0])
+        return (self._jitted_step if outside else self._step)(grads, state, params)
+
+    @cached_property
+    def _jitted_step(self) -> Callable[[Tree, Tree, Tree], tuple[Tree, dict[str, Tree]]]:
+        return pjit(self._step)
+
+    def _zeros(self, params: Tree) -> dict[str, Tree]:
+        _check_params(self.name, params)
+        leaves, tree = flatten(params)
         device = next((p.device for p in leaves if p is not None), None)
-        state = {"step": torch.zeros((), dtype=torch.float32, device=device)}
-        for m in moments:
-            state[m] = unflatten(tree, [None if p is None else torch.zeros_like(p) for p in leaves])
-        return state
+        zeros = {m: [None if p is None else torch.zeros_like(p) for p in leaves] for m in self.moments}
+        step = torch.zeros((), dtype=torch.float32, device=device)
+        return {"step": step, **{m: unflatten(tree, z) for m, z in zeros.items()}}
 
-    def step(grads: Tree, state: dict[str, Tree], params: Tree) -> tuple[Tree, dict[str, Tree]]:
+    def _step(self, grads: Tree, state: dict[str, Tree], params: Tree) -> tuple[Tree, dict[str, Tree]]:
         leaves, tree = flatten(params)
-        if _any_array(leaves):  # called outside a pjit-ted step
-            result: tuple[Tree, dict[str, Tree]] = jitted_step(grads, state, params)
-            return result
-        columns = [leaves, *(tree.flatten_up_to(state[m]) for m in moments)]  # what is updated
         given = tree.flatten_up_to(grads)
-        _check_grads(name, params, given)
-        rate = lr(state["step"].double()) if callable(lr) else lr
+        _check_grads(self.name, params, given)
+        columns = [leaves, *(tree.flatten_up_to(state[m]) for m in self.moments)]  # what is updated
+        rate = self.lr(state["step"].double()) if callable(self.lr) else self.lr
         count = state["step"] + 1
         for rows in _groups(leaves, given):
-            picked = [[c[i] for i in rows] for c in columns]
-            filled = iter(picked[1:])
-            args = [next(filled) if m else [] for m in lists]
-            updated = iter(update(picked[0], [given[i] for i in rows], *args, count, rate, **settings))
-            for column in columns:
-                for i in rows:
-                    column[i] = next(updated)
-        new_params, *new_moments = (unflatten(tree, c) for c in columns)
-        return new_params, {"step": count, **dict(zip(moments, new_moments))}
+            self._update_rows(rows, columns, given, count, rate)
+        new_params, *moments = (unflatten(tree, c) for c in columns)
+        return new_params, {"step": count, **dict(zip(self.moments, moments))}
 
-    jitted_step = pjit(step)
-    return Optimizer(name, init, step)
+    def _update_rows(self, rows: list[int], columns: list[list[Any]], grads: list[Any], count: Any, rate: Any) -> None:
+        """Replace these rows of the columns: parameters, then moments."""
+        params, *moments = ([c[i] for i in rows] for c in columns)
+        filled = iter(moments)
+        lists = [next(filled) if m else [] for m in self.lists]
+        updated = iter(self.update(params, [grads[i] for i in rows], *lists, count, rate, **self.settings))
+        for column in columns:
+            for i in rows:
+                column[i] = next(updated)
+
+
+def _optimizer(algorithm: _Algorithm) -> Optimizer:
+    return Optimizer(algorithm.name, algorithm.init, algorithm.step)
 
 
 def _any_array(leaves: Sequence[Any]) -> bool:
