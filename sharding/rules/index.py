@@ -87,7 +87,7 @@ def _scatter(*linear: Slots) -> Entry:
     return entry
 
 
-def _scatter_reduce(eqn: Eqn) -> Rule:
+def _scatter_reduce(eqn: Eqn) -> Rule | None:
     linear = {"sum": [_ADDED], "mean": [_ADDED]}.get(bound_args(eqn)["reduce"], [])
     return _scatter(*linear)(eqn)
 
