@@ -110,13 +110,14 @@ def record_call(tracer: Any, op: Scan | Call, operands: Sequence[Any], results: 
 
 
 @contextlib.contextmanager
-def outside_transforms() -> Iterator[None]:
-    """Neither the transforms of torch.func nor the dispatch modes see what happens inside."""
+def outside_transforms() -> Iterator[list[Any]]:
+    """Neither the transforms of torch.func nor the dispatch modes see what happens inside. Yields the transforms that
+    were under way."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with temporarily_clear_interpreter_stack(), _disable_current_modes():
-        yield
+    with temporarily_clear_interpreter_stack() as levels, _disable_current_modes():
+        yield levels or []
 
 
 @contextlib.contextmanager

@@ -76,8 +76,8 @@ def trace_body(fn: Body, avals: Sequence[Any], name: str) -> Graph:
     """The graph of a body that closes over nothing."""
     outer = current_trace()
     assert outer is not None
-    with outside_transforms(), torch.enable_grad(), autocast(NO_AUTOCAST):
-        traced, _ = Trace(outer.fn_name, outer.decompositions, outer).run(
+    with outside_transforms() as levels, torch.enable_grad(), autocast(NO_AUTOCAST):
+        traced, _ = Trace(outer.fn_name, outer.decompositions, outer, len(levels)).run(
             fn, avals, [f"{name}_{i}" for i in range(len(avals))]
         )
     if traced.captured:

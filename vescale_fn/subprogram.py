@@ -157,8 +157,8 @@ def _record(body: Callable[..., list[Any]], form: Form, operands: list[Any]) -> 
     numbers, avals = outer.numbers, operand_avals(form, operands)
     names = [f"number_{i}" for i in range(len(numbers))]
     names += [f"carry_{i}" if i < form.num_carry else f"x_{i - form.num_carry}" for i in range(len(avals))]
-    with outside_transforms():
-        traced, _ = Trace(outer.fn_name, outer.decompositions, outer).run(
+    with outside_transforms() as levels:
+        traced, _ = Trace(outer.fn_name, outer.decompositions, outer, len(levels)).run(
             lambda *values: body(*values[len(numbers) :]), [*numbers, *avals], names
         )
     closures, given = traced.captured, len(numbers) + len(avals)

@@ -119,9 +119,16 @@ class Trace:
     """The trace of one function, while it is under way."""
 
     def __init__(
-        self, fn_name: str, decompositions: Mapping[Any, Callable[..., Any]], parent: Trace | None = None
+        self,
+        fn_name: str,
+        decompositions: Mapping[Any, Callable[..., Any]],
+        parent: Trace | None = None,
+        transforms: int = 0,
     ) -> None:
+        """`parent`: the trace in which this one, of a sub-program, runs; `transforms` of torch.func are under way there."""
         self.fn_name = fn_name
+        self.depth: int = transforms + (parent.depth if parent else 0)  # of wrappers that transforms outside have made
+        self._differentiated: dict[int, torch.Tensor] = {}  # by id: wrappers that a gradient inside is taken for
         self.decompositions = dict(decompositions)
         self.captured: list[Any] = []
         self.mode: FakeTensorMode = _fake_mode(parent.mode if parent else None)
@@ -169,7 +176,7 @@ class Trace:
             constants[:] = [_DYNAMIC if _is_dynamic(x) else x for x in leaves]
             return [x for x in leaves if _is_dynamic(x)]
 
-        with _compiling_flag():
+        with _compiling_flag(), self.mode:  # a step without tensor arguments finds its mode here
             gm = make_fx(body, self.decompositions, tracing_mode="fake")(*[arguments[i] for i in dynamic])
         if writes_in_place(gm):
             gm = functionalized(gm, self.decompositions)
@@ -196,8 +203,13 @@ class Trace:
 
     def bring(self, value: Any) -> Any:
         """`value`, or the input that stands for it if it is a tensor or an Array from outside."""
-        foreign = self._is_foreign(value) if isinstance(value, torch.Tensor) else isinstance(value, Array)
-        return self.lift(value) if foreign else value
+        if isinstance(value, torch.Tensor) and id(value) not in self._given:
+            return self.lift(value) if self._is_foreign(value) and not self._is_transformed(value) else value
+        return self.lift(value) if isinstance(value, (torch.Tensor, Array)) else value
+
+    def differentiates(self, value: torch.Tensor) -> None:
+        """Note a tensor that a transform inside takes a gradient for."""
+        self._differentiated[id(value)] = value
 
     @contextlib.contextmanager
     def substituting(self, given: Mapping[int, torch.Tensor]) -> Iterator[None]:
@@ -256,10 +268,17 @@ class Trace:
             self._owners[value.untyped_storage()._cdata] = what
 
     def _is_foreign(self, tensor: torch.Tensor) -> bool:
-        base = tensor
-        while torch._C._functorch.is_functorch_wrapped_tensor(base):
-            base = torch._C._functorch.get_unwrapped(base)
-        return getattr(base, "fake_mode", None) is not self.mode
+        return getattr(_wrappers(tensor)[-1], "fake_mode", None) is not self.mode
+
+    def _is_transformed(self, tensor: torch.Tensor) -> bool:
+        """Whether a transform inside this trace has wrapped a tensor. Gradients are tied to the wrapper, so it must
+        not be replaced; what it wraps comes by in its turn. Wrappers from outside look alike: one is from inside if
+        there are more than the transforms outside make, or if it is being differentiated here."""
+        *wrappers, base = _wrappers(tensor)
+        here = [id(t) in self._differentiated for t in wrappers]
+        if any(here) and self.depth and not here[-1] and self._is_foreign(base):
+            raise TraceError(errors.gradient_across(self.fn_name, self.lines.locate()[0]))
+        return len(wrappers) > self.depth or any(here)
 
     @contextlib.contextmanager
     def _under_way(self) -> Iterator[None]:
@@ -275,7 +294,10 @@ class Trace:
         except TraceError:
             raise
         except Exception as e:
-            e.add_note(errors.during(self.fn_name, source_of_traceback(e.__traceback__)))
+            source = source_of_traceback(e.__traceback__)
+            if "wrapped->level() < level" in str(e):  # torch's assertion that transforms nest
+                raise TraceError(errors.gradient_across(self.fn_name, source)) from e
+            e.add_note(errors.during(self.fn_name, source))
             raise
 
     def _guarded(self, arguments: Sequence[Any]) -> frozenset[int]:
@@ -284,6 +306,14 @@ class Trace:
         env = self.mode.shape_env
         assert env is not None
         return frozenset(symbols[s] for g in env.guards for s in g.expr.free_symbols if s in symbols)
+
+
+def _wrappers(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensor, what it wraps, and so on down to a plain one."""
+    chain = [tensor]
+    while torch._C._functorch.is_functorch_wrapped_tensor(chain[-1]):
+        chain.append(torch._C._functorch.get_unwrapped(chain[-1]))
+    return chain
 
 
 def aval_of(value: Any) -> Any:

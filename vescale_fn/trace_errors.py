@@ -91,3 +91,11 @@ def carry_leaf(path: str, before: str, after: str) -> str:
         f"vf.scan: the carry {path or 'leaf'} goes into the body as {before} and comes out as {after}. Shape and dtype "
         "must stay the same: convert the initial value, or the result."
     )
+
+
+def gradient_across(fn: str, source: Source) -> str:
+    return (
+        f"{fn}: the body of a loop or call takes a gradient with respect to a tensor that it captures, while a transform "
+        f"of torch.func is under way outside, at {_at(source)}\n"
+        "Pass the tensor to the body instead: in the carry of vf.scan, or as an argument of vf.call."
+    )

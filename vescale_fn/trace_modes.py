@@ -44,6 +44,8 @@ class Lift(TorchFunctionMode):
         func, kwargs = CALLS.get(func, func), kwargs or {}
         if not self.trace.is_current:  # a sub-program is being traced
             return func(*args, **kwargs)
+        if func is torch.Tensor.requires_grad_:  # how torch.func begins a gradient
+            self.trace.differentiates(args[0])
         args, kwargs = map_tensors(args, self.trace.bring), map_tensors(kwargs, self.trace.bring)
         if func is torch.Tensor.__getitem__ and _is_position(args[1]):
             return args[0].index_select(0, args[1].reshape(1)).squeeze(0)  # x[i] would read the value of i
