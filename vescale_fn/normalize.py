@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vescale_fn.sharding.graph import Eqn, Graph, Var
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var
 
 aten = torch.ops.aten
 
@@ -27,6 +27,9 @@ _FILLED: dict[Any, Any] = {
 }
 
 
+_FACTORIES = {*_FILLED, aten.full_like.default, aten.new_full.default}
+
+
 def _filled(e: Eqn) -> Eqn:
     value = _FILLED[e.op] if e.op in _FILLED else e.args[-1]
     out = e.outs[0]
@@ -35,9 +38,14 @@ def _filled(e: Eqn) -> Eqn:
 
 
 def drop_metadata_reads(graph: Graph) -> Graph:
-    """Factories that take their shape from a tensor become `full`."""
-    fills = {*_FILLED, aten.full_like.default, aten.new_full.default}
-    return replace(graph, eqns=tuple(_filled(e) if e.op in fills else e for e in graph.eqns))
+    """Factories that take their shape from a tensor become `full`, in sub-programs too."""
+    return replace(graph, eqns=tuple(map(_without_metadata_reads, graph.eqns)))
+
+
+def _without_metadata_reads(e: Eqn) -> Eqn:
+    if isinstance(e.op, (Scan, Call)):
+        return replace(e, op=replace(e.op, body=drop_metadata_reads(e.op.body)))
+    return _filled(e) if e.op in _FACTORIES else e
 
 
 def used(graph: Graph) -> set[Var]:
