@@ -177,7 +177,7 @@ def test_dead_arrays_print_and_tell() -> None:
     with pytest.raises(RuntimeError) as e:
         a.full()
     assert str(e.value) == (
-        "This Array (f32[4, 2] 'a/dp b' on dp=2,tp=2) was donated to <lambda> and holds nothing any more. "
+        "This Array (f32[4, 2] 'a/dp b' on dp=2,tp=2) was donated to <lambda>: it holds nothing any more. "
         "Use the value that the call returned, or leave the argument out of donate_argnums."
     )
 
@@ -326,6 +326,6 @@ def test_arrays_on_an_abstract_mesh_have_types_only() -> None:
         with pytest.raises(ValueError) as e:
             read(x)
         assert str(e.value) == (
-            "This Array (f32[1099511627776, 64] 'a/dp b/tp' on dp=512,tp=8) lives on an abstract mesh: it has a shape and "
-            "a sharding, but no values. Use vf.make_mesh and vf.device_put for Arrays that hold something."
+            "This Array (f32[1099511627776, 64] 'a/dp b/tp' on dp=512,tp=8) lives on an abstract mesh: it has a shape "
+            "and a sharding, but no values. Use vf.make_mesh and vf.device_put for Arrays that hold something."
         )

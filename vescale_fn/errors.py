@@ -14,7 +14,7 @@ def one_line(items: Sequence[object]) -> str:
 
 def donated_array(what: str, gone: str) -> str:
     return (
-        f"This Array ({what}) was {gone} and holds nothing any more. "
+        f"This Array ({what}) was {gone}: it holds nothing any more. "
         "Use the value that the call returned, or leave the argument out of donate_argnums."
     )
 
@@ -126,7 +126,7 @@ def shardings_count(fn: str, given: int, params: Sequence[str]) -> str:
 
 def donated_again(fn: str, path: str, what: str, gone: str) -> str:
     return (
-        f"{fn}: {path} is an Array ({what}) that was {gone} and holds nothing any more. "
+        f"{fn}: {path} is an Array ({what}) that was {gone}: it holds nothing any more. "
         "Pass the value that the call returned, or leave the argument out of donate_argnums."
     )
 

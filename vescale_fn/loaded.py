@@ -103,7 +103,7 @@ class Loaded:
         except Exception as error:
             if self.reuses and donated:
                 for x in donated.values():
-                    x.lost(f"{gone}, which raised {type(error).__name__},")
+                    x.lost(f"{gone}, which raised {type(error).__name__}")
                 error.add_note(errors.lost_arguments(self.name, [self.form.paths[k] for k in donated]))
             raise
         if not self.reuses:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import html
 import io
 import itertools
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from vescale_fn.array import Array
 from vescale_fn.sharding.bind import spec_of
@@ -66,51 +66,60 @@ def visualize(x: Array | Layout) -> Picture:
     └─────┴────────┴────────┘
     """
     layout = x.layout if isinstance(x, Array) else x
-    title = f"{list(layout.shape)} '{spec_of(layout)}' on {layout.mesh}"
-    return _grid(layout, title) if 1 <= layout.ndim <= 2 else _table(layout, title)
+    spec = x.spec if isinstance(x, Array) and x.spec is not None else spec_of(layout)
+    title = f"{list(layout.shape)} '{spec}' on {layout.mesh}"
+    return _grid(layout.flat, title) if 1 <= layout.flat.ndim <= 2 else _table(layout.flat, title)
 
 
-def _holders(layout: Layout) -> list[tuple[tuple[tuple[int, int], ...], ...]]:
-    """Per rank: the runs it holds of each dim."""
+Runs = tuple[tuple[int, int], ...]
+
+
+def _held(layout: Layout) -> list[tuple[Runs, ...]]:
+    """Per rank: the runs that it holds of each dim."""
     return [tuple(layout.intervals(d, c) for d in range(layout.ndim)) for c in layout.mesh.all_coords()]
 
 
 def _grid(layout: Layout, title: str) -> Picture:
-    held = _holders(layout)
-    cuts = [sorted({e for h in held for r in h[d] for e in r} | {0, n}) for d, n in enumerate(layout.shape)]
-    spans = [list(itertools.pairwise(c)) or [(0, 0)] for c in cuts]
-    columns = spans[1] if layout.ndim == 2 else [None]
-
-    def cell(row: tuple[int, int], column: tuple[int, int] | None) -> str:
-        spot = (row,) if column is None else (row, column)
-        ranks = [i for i, h in enumerate(held) if all(_inside(s, runs) for s, runs in zip(spot, h))]
-        return ("rank " if len(ranks) == 1 else "ranks ") + _ranges(ranks)
-
-    rows = tuple((f"{a}:{b}", *(cell((a, b), c) for c in columns)) for a, b in spans[0])
-    return Picture(title, ("", *(f"{c[0]}:{c[1]}" if c else "held by" for c in columns)), rows)
-
-
-def _inside(span: tuple[int, int], runs: Sequence[tuple[int, int]]) -> bool:
-    return any(a <= span[0] and span[1] <= b for a, b in runs)
+    """A cell for each stretch between two cuts."""
+    held = _held(layout)
+    cuts = [sorted({e for h in held for run in h[d] for e in run} | {0, n}) for d, n in enumerate(layout.shape)]
+    holders: dict[tuple[int, ...], list[int]] = {}
+    for rank, dims in enumerate(held):
+        for cell in itertools.product(*map(_cells, dims, cuts)):
+            holders.setdefault(cell, []).append(rank)
+    rows, *columns = [[f"{a}:{b}" for a, b in itertools.pairwise(c)] for c in cuts]
+    below = [(j,) for j in range(len(columns[0]))] if columns else [()]
+    cells = tuple((text, *(_ranks(holders[(i, *j)]) for j in below)) for i, text in enumerate(rows))
+    return Picture(title, ("", *(columns[0] if columns else ["held by"])), cells)
 
 
-def _ranges(ranks: Sequence[int]) -> str:
-    """`0-3, 8` for [0, 1, 2, 3, 8]."""
+def _cells(runs: Runs, cuts: Sequence[int]) -> list[int]:
+    """Indices of the stretches that make up some runs."""
+    return [i for a, b in runs for i in range(bisect_left(cuts, a), bisect_left(cuts, b))]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Ranks in words.
+
+    >>> _ranks([0, 1, 2, 3, 8])
+    'ranks 0-3, 8'
+    """
     out: list[list[int]] = []
     for r in ranks:
         if out and r == out[-1][1] + 1:
             out[-1][1] = r
         else:
             out.append([r, r])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in out)
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in out)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
 def _table(layout: Layout, title: str) -> Picture:
-    def runs(rs: Any) -> str:
-        return "+".join(f"{a}:{b}" for a, b in rs) or "nothing"
+    def text(runs: Runs) -> str:
+        return "+".join(f"{a}:{b}" for a, b in runs if a < b) or "nothing"
 
     rows = tuple(
-        (f"rank {i}", ", ".join(f"{a}={k}" for a, k in c.items()), *(runs(r) for r in h))
-        for i, (c, h) in enumerate(zip(layout.mesh.all_coords(), _holders(layout)))
+        (f"rank {i}", ", ".join(f"{a}={k}" for a, k in c.items()), *map(text, h))
+        for i, (c, h) in enumerate(zip(layout.mesh.all_coords(), _held(layout)))
     )
     return Picture(title, ("", "coordinates", *(f"dim {d}" for d in range(layout.ndim))), rows)
