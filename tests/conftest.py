@@ -13,10 +13,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--deep"):
-        for item in items:
-            if item.get_closest_marker("deep"):
-                item.add_marker(pytest.mark.skip(reason="runs with --deep"))
+    for item in items:
+        if not config.getoption("--deep") and item.get_closest_marker("deep"):
+            item.add_marker(pytest.mark.skip(reason="runs with --deep"))
+        if "pool" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("processes"))  # one pool for all, on one of xdist's workers
 
 
 @pytest.fixture(scope="session")

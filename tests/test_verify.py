@@ -14,6 +14,7 @@ import vescale_fn as vf
 from vescale_fn.program import AxisIndex, Program
 from vescale_fn.sharding.comm import AllGather, AllReduce, ReduceScatter
 from vescale_fn.sharding.graph import Eqn
+from vescale_fn.sharding.rules.registry import form
 from vescale_fn.tree import flatten
 from vescale_fn.verify import verify
 
@@ -150,17 +151,11 @@ def test_wrong_rule_is_located() -> None:
     """A rule that forgets that softmax needs its dim whole."""
     mesh = vf.make_mesh(tp=2)
     x = vf.device_put(torch.randn(4, 6), "b d/tp", mesh)
-    vf_rules = {aten._softmax.default: lambda eqn: _forgetful(eqn)}
-    low = vf.pjit(lambda x: torch.softmax(x * 2, -1), rules=vf_rules).lower(x)
+    forgetful = {aten._softmax.default: form("b d -> b d")}
+    low = vf.pjit(lambda x: torch.softmax(x * 2, -1), rules=forgetful).lower(x)
     found = verify(low.program, low.plan.graph, [x.full()])
     assert found.difference is not None
     assert found.difference.operation == "aten._softmax"
-
-
-def _forgetful(eqn: Eqn) -> Any:
-    from vescale_fn.sharding.rules.registry import form
-
-    return form("b d -> b d")(eqn)
 
 
 def test_message() -> None:
@@ -172,6 +167,4 @@ def test_message() -> None:
     eqns = (*low.program.graph.eqns[:i], operation(aten.clone.default)(e), *low.program.graph.eqns[i + 1 :])
     program = replace(low.program, graph=replace(low.program.graph, eqns=eqns))
     text = str(verify(program, low.plan.graph, [x.full()]))
-    assert text.startswith(
-        "sum_ar = aten.clone(...) differs from the plain function by 3 on ranks 0, 1, layout 'a' ("
-    )
+    assert text.startswith("sum_ar = aten.clone(...) differs from the plain function by 3 on ranks 0, 1, layout 'a' (")

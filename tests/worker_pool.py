@@ -52,6 +52,8 @@ class Pool:
     def outcomes(self, fn: Callable[..., Any], *args: Any, processes: int = 2, timeout: float = 60) -> list[Any]:
         """fn(process, processes, *args) in each of `processes` workers: what they return, or a Failure, by process.
         `fn` must be a function of a module in this folder."""
+        if not all(w.is_alive() for w in self.workers):  # one died of what it ran: its test has failed, others go on
+            self.stop()
         if not self.workers:
             self.start()
         self.tasks += 1
@@ -103,4 +105,5 @@ def _serve(pipe: Connection) -> None:
             text = "\n".join([str(error), *getattr(error, "__notes__", [])])
             pipe.send(Failure(type(error).__name__, text, traceback.format_exc()))
         finally:
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
