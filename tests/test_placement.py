@@ -139,7 +139,7 @@ def test_callbacks_that_return_another_shape() -> None:
     with pytest.raises(ValueError) as e:
         vf.make_array_from_callback((4,), "b/dp", MESH, lambda i: torch.ones(3))
     assert str(e.value) == (
-        "make_array_from_callback: the callback returned shape [3] for index (slice(0, 2, None),), which holds [2]. "
+        "vf.make_array_from_callback: the callback returned shape [3] for index (slice(0, 2, None),), which holds [2]. "
         "Return exactly that part of the value."
     )
 
@@ -148,8 +148,8 @@ def test_callbacks_for_strided_parts() -> None:
     with pytest.raises(ValueError) as e:
         vf.make_array_from_callback((8,), "(2 b/dp)", MESH, lambda i: torch.ones(3))
     assert str(e.value) == (
-        "make_array_from_callback: spec '(2 b/dp)' gives a rank several runs of one dim, which one slice cannot say. "
-        "Make the Array with a contiguous spec, then move it with vf.device_put(x, spec)."
+        "vf.make_array_from_callback: spec '(2 b/dp)' gives a rank several runs of one dim, which one slice cannot "
+        "say. Make the Array with a contiguous spec, then move it with vf.device_put(x, spec)."
     )
 
 
@@ -157,7 +157,7 @@ def test_callbacks_on_an_abstract_mesh() -> None:
     with pytest.raises(ValueError) as e:
         vf.make_array_from_callback((8,), "b/dp", vf.abstract_mesh(dp=2), lambda i: torch.ones(4))
     assert str(e.value) == (
-        "make_array_from_callback: mesh dp=2 is abstract and holds no parts. Use vf.device_put with a vf.ShapeDtype."
+        "vf.make_array_from_callback: mesh dp=2 is abstract and holds no parts. Use vf.device_put with a vf.ShapeDtype."
     )
 
 
@@ -204,7 +204,7 @@ def test_processes_without_a_block() -> None:
     with pytest.raises(ValueError) as e:
         vf.local_put(torch.ones(4, 4), "a/x b/y", mesh)
     assert str(e.value) == (
-        "local_put: the ranks of mesh x=3,y=2 that one of 2 processes holds have no block of the value. "
+        "vf.local_put: the ranks of mesh x=3,y=2 that one of 2 processes holds have no block of the value. "
         "Use vf.make_array_from_callback, which asks for the part of each rank."
     )
 

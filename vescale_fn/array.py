@@ -84,7 +84,7 @@ class _Named(type):
     name of the type is ours to say."""
 
     def __repr__(cls) -> str:
-        return "vescale_fn.Array (which such calls take inside a function decorated with vescale_fn.pjit only)"
+        return "vescale_fn.Array (to use it here, pass it as an argument to a function decorated with vescale_fn.pjit)"
 
 
 class Array(metaclass=_Named):

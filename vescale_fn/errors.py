@@ -47,27 +47,41 @@ def described_only(path: str, mesh: object) -> str:
     )
 
 
+def bad_value(path: str, kind: str) -> str:
+    return (
+        f"vf.device_put: {path or 'the value'} is of type {kind}. Leaves must be Arrays, tensors, numbers or None: "
+        "convert it with torch.as_tensor, or leave it out of the tree."
+    )
+
+
+def no_mesh_to_put_on() -> str:
+    return (
+        "vf.device_put: nothing says on which mesh. Pass mesh=vf.make_mesh(...), a vf.NamedSharding in the place of a "
+        "spec, or Arrays that are on a mesh already."
+    )
+
+
 def nothing_to_make(what: str, mesh: object) -> str:
     return f"{what}: mesh {mesh} is abstract and holds no parts. Use vf.device_put with a vf.ShapeDtype."
 
 
 def strided_callback(spec: str) -> str:
     return (
-        f"make_array_from_callback: spec '{spec}' gives a rank several runs of one dim, which one slice cannot say. "
+        f"vf.make_array_from_callback: spec '{spec}' gives a rank several runs of one dim, which one slice cannot say. "
         "Make the Array with a contiguous spec, then move it with vf.device_put(x, spec)."
     )
 
 
 def callback_shape(index: object, got: tuple[int, ...], wants: tuple[int, ...]) -> str:
     return (
-        f"make_array_from_callback: the callback returned shape {list(got)} for index {index}, which holds "
+        f"vf.make_array_from_callback: the callback returned shape {list(got)} for index {index}, which holds "
         f"{list(wants)}. Return exactly that part of the value."
     )
 
 
 def not_rows(mesh: str, processes: int) -> str:
     return (
-        f"local_put: the ranks of mesh {mesh} that one of {processes} processes holds have no block of the value. "
+        f"vf.local_put: the ranks of mesh {mesh} that one of {processes} processes holds have no block of the value. "
         "Use vf.make_array_from_callback, which asks for the part of each rank."
     )
 
@@ -77,7 +91,7 @@ def not_rows(mesh: str, processes: int) -> str:
 
 def bad_leaf(fn: str, path: str, kind: str) -> str:
     return (
-        f"{fn}: {path} is a {kind}. Leaves must be Arrays, tensors, numbers, None or other hashable constants; "
+        f"{fn}: argument {path} is of type {kind}. Leaves must be Arrays, tensors, numbers, None or constants: "
         "convert it with torch.as_tensor, or name the parameter in static_argnames."
     )
 
@@ -91,7 +105,7 @@ def described_argument(fn: str, path: str) -> str:
 
 def unhashable_static(fn: str, name: str, kind: str) -> str:
     return (
-        f"{fn}: static argument {name} is a {kind}, which is not hashable. Static arguments are part of the cache key: "
+        f"{fn}: static argument {name} is a {kind}, which is not hashable. Static arguments are part of the cache key; "
         "pass a hashable value (a tuple instead of a list), or make it a dynamic argument."
     )
 
@@ -112,7 +126,7 @@ def two_meshes(fn: str, a: str, mesh_a: str, b: str, mesh_b: str) -> str:
 
 def sharding_mismatch(fn: str, path: str, has: str, wants: str) -> str:
     return (
-        f"{fn}: {path} is an Array {has}, but in_shardings asks for {wants}. "
+        f"{fn}: argument {path} is an Array {has}, but in_shardings asks for {wants}. "
         "Move it first with vf.device_put(x, spec), or leave its sharding out of in_shardings."
     )
 

@@ -12,12 +12,15 @@ from vescale_fn.program import Program
 from vescale_fn.sharding.bind import bind_sized
 from vescale_fn.sharding.graph import Graph, Source, Var
 from vescale_fn.sharding.layout import Layout
-from vescale_fn.sharding.spec import Spec
+from vescale_fn.sharding.spec import Spec, SpecError
 
 
 def move(x: Array, spec: Spec, **sizes: int | Sequence[int]) -> Array:
     """x in the layout that a spec says."""
-    layout = bind_sized(spec, tuple(x.shape), x.mesh.shape, sizes)
+    try:
+        layout = bind_sized(spec, tuple(x.shape), x.mesh.shape, sizes)
+    except SpecError as e:
+        raise e.within("vf.reshard") from None
     moved = move_to(x, layout)
     return Array(moved.type, moved.shards, str(spec.with_sizes(sizes)))
 

@@ -58,7 +58,7 @@ def device_put(tree: Any, specs: Any = None, mesh: Mesh | None = None, *, may_al
     paths, leaves, treedef = flatten_with_paths(tree)
     mesh = mesh or _mesh_among([*flatten(specs)[0], *leaves])
     values = [_value(x, path, mesh) for x, path in zip(leaves, paths)]
-    placed = layouts_for(specs, unflatten(treedef, values), mesh, what="device_put", **sizes)
+    placed = layouts_for(specs, unflatten(treedef, values), mesh, what="vf.device_put", **sizes)
     out = [
         None if x is None else _put(x, layout, mesh, None if spec is None else str(spec), may_alias)
         for x, (layout, spec) in zip(values, placed, strict=True)
@@ -69,7 +69,7 @@ def device_put(tree: Any, specs: Any = None, mesh: Mesh | None = None, *, may_al
 def _mesh_among(values: list[Any]) -> Mesh:
     mesh = next((x.mesh for x in values if isinstance(x, (Array, NamedSharding))), None)
     if mesh is None:
-        raise ValueError(errors.no_mesh("vf.device_put"))
+        raise ValueError(errors.no_mesh_to_put_on())
     return mesh
 
 
@@ -84,7 +84,7 @@ def _value(x: Any, path: str, mesh: Mesh) -> torch.Tensor | Array | ShapeDtype |
     try:
         return torch.as_tensor(x)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(errors.bad_leaf("vf.device_put", path or "the value", type(x).__name__)) from None
+        raise TypeError(errors.bad_value(path, type(x).__name__)) from None
 
 
 def _put(x: torch.Tensor | Array | ShapeDtype, layout: Layout, mesh: Mesh, spec: str | None, may_alias: bool) -> Array:
@@ -121,9 +121,9 @@ def local_put(tree: Any, specs: Any, mesh: Mesh, **sizes: int) -> Any:
     tensors = [torch.as_tensor(x) for x in leaves]
     # Bound to a shape that everything divides, the specs say which part of each dim this process holds.
     grown = [torch.empty([n * mesh.size for n in x.shape], device="meta") for x in tensors]
-    probes = layouts_for(specs, unflatten(treedef, grown), mesh, what="local_put", **sizes)
+    probes = layouts_for(specs, unflatten(treedef, grown), mesh, what="vf.local_put", **sizes)
     whole = [torch.empty(_global_shape(x, probe, mesh), device="meta") for x, (probe, _) in zip(tensors, probes)]
-    placed = layouts_for(specs, unflatten(treedef, whole), mesh, what="local_put", **sizes)
+    placed = layouts_for(specs, unflatten(treedef, whole), mesh, what="vf.local_put", **sizes)
     out = []
     for x, (layout, spec) in zip(tensors, placed, strict=True):
         shards = [_own_part(x, layout, mesh, r).to(mesh.device_of(r)) for r in mesh.local_ranks]
@@ -181,7 +181,7 @@ def make_array_from_callback(
     >>> vf.make_array_from_callback((4,), "b/dp", vf.make_mesh(dp=2), lambda i: torch.arange(4)[i]).full()
     tensor([0, 1, 2, 3])
     """
-    what = "make_array_from_callback"
+    what = "vf.make_array_from_callback"
     ((layout, named),) = layouts_for(spec, torch.empty(shape, device="meta"), mesh, what=what, **sizes)
     if not mesh.local_ranks:
         raise ValueError(errors.nothing_to_make(what, mesh))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vescale_fn import errors
+from vescale_fn import errors, trace_errors
 from vescale_fn.arguments import CallArguments, Shardings, Signature, leaf_key, unwrap_static
 from vescale_fn.array import Array
 from vescale_fn.continuation import OutputLeaf, continued
@@ -43,6 +43,9 @@ def trace_call(signature: Signature, call: CallArguments, mesh: Mesh | None) -> 
             leaves[i] = v
         args, kwargs = unflatten(call.treedef, leaves)
         results, out["treedef"] = flatten(signature.fn(*args, **kwargs))
+        for k, x in enumerate(results):
+            if type(x).__hash__ is None:  # a set, an ndarray: neither a tensor nor a constant
+                raise TypeError(trace_errors.bad_output(signature.name, k, type(x).__name__))
         return results
 
     device = mesh.device_of(0) if mesh is not None else None
