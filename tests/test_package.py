@@ -23,11 +23,18 @@ def sources() -> list[Path]:
 def test_import_loads_nothing_that_can_wait() -> None:
     code = (
         "import torch, sys; before = set(sys.modules); import vescale_fn; new = set(sys.modules) - before; "
-        "late = ('scipy', 'rich', 'torch._dynamo', 'torch._inductor', 'torch.distributed.tensor', 'pandas'); "
+        "late = ('scipy', 'rich', 'einops', 'torch._dynamo', 'torch._inductor', 'torch.distributed.tensor', 'pandas', "
+        "'torch.fx.experimental.proxy_tensor', 'vescale_fn.lowering'); "
         "print(sorted(m for m in new if m in late))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"
+
+
+def test_import_takes_little_time_beyond_torch() -> None:
+    code = "import torch, time; t = time.process_time(); import vescale_fn; print(time.process_time() - t)"
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
+    assert min(float(run.stdout) for run in runs) < 0.3
 
 
 def test_wheel_holds_each_module_once(tmp_path: Path) -> None:
