@@ -256,15 +256,19 @@ def _biased(product: Callable[[Tensor, Tensor], Tensor]) -> Decomposition:
     return biased
 
 
-def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Any:
+    if bias is None:
+        return NotImplemented
     out: Tensor = aten.convolution.default(x, weight, None, *rest)
-    return out if bias is None else out + bias.view(-1, *[1] * (out.dim() - 2))
+    return out + bias.view(-1, *[1] * (out.dim() - 2))
 
 
 def convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *rest: Any) -> Any:
     *options, mask = rest
+    if not mask[2]:
+        return NotImplemented
     gx, gw, _ = aten.convolution_backward.default(grad, x, weight, None, *options, [mask[0], mask[1], False])
-    return gx, gw, grad.sum([0, *range(2, grad.dim())]) if mask[2] else None
+    return gx, gw, grad.sum([0, *range(2, grad.dim())])
 
 
 # --- accumulation at indices ----------------------------------------------------------------------------------------

@@ -1,0 +1,111 @@
+"""What random programs covered: operation x how its tensors lay."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+
+from vescale_fn.lowered import Lowered
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, op_name
+from vescale_fn.sharding.layout import Layout, Shard
+from vescale_fn.sharding.rules import rule_for
+from vescale_fn.sharding.rules.rule import Rule
+
+COLUMNS = ("sharded", "partial", "uneven", "empty", "tuple axes")
+
+
+@dataclass
+class Coverage:
+    """Counts by (operation, column), which operations were seen, and what their rules admit at all."""
+
+    seen: Counter[str] = field(default_factory=Counter)
+    cells: Counter[tuple[str, str]] = field(default_factory=Counter)
+    possible: set[tuple[str, str]] = field(default_factory=set)
+    programs: int = 0
+
+    def add(self, lowered: Lowered) -> None:
+        self.programs += 1
+        for e in _eqns(lowered.plan.graph):
+            name = op_name(e.op)
+            layouts = [*lowered.plan.operands[e], *(lowered.plan.values[v] for v in e.outs if v.is_tensor)]
+            self.seen[name] += 1
+            self.cells.update((name, c) for c in {c for x in layouts for c in columns_of(x)})
+            if not isinstance(e.op, (Scan, Call)):
+                rule = rule_for(e)
+                self.possible |= {(name, c) for c in _admitted(rule)} if rule else set()
+
+    def merge(self, other: Coverage) -> None:
+        self.programs += other.programs
+        self.seen += other.seen
+        self.cells += other.cells
+        self.possible |= other.possible
+
+    def save(self, path: Path) -> None:
+        pairs = {f"{a}|{c}": [self.cells[a, c], (a, c) in self.possible] for a in self.seen for c in COLUMNS}
+        path.write_text(json.dumps({"programs": self.programs, "seen": self.seen, "cells": pairs}))
+
+    @staticmethod
+    def load(path: Path) -> Coverage:
+        data = json.loads(path.read_text())
+        cells = {tuple(k.split("|")): v for k, v in data["cells"].items()}
+        return Coverage(
+            Counter(data["seen"]),
+            Counter({k: n for k, (n, _) in cells.items() if n}),
+            {k for k, (_, possible) in cells.items() if possible},
+            data["programs"],
+        )
+
+    @property
+    def zeros(self) -> list[tuple[str, str]]:
+        """Cells that could be covered and were not."""
+        return sorted(cell for cell in self.possible if not self.cells[cell])
+
+    def __str__(self) -> str:
+        width = max([len(n) for n in self.seen], default=0)
+        rows = [f"{'operation':{width}}  {'seen':>6}" + "".join(f"{c:>12}" for c in COLUMNS)]
+        for name in sorted(self.seen):
+            cells = [str(self.cells[name, c] or ("0" if (name, c) in self.possible else "-")) for c in COLUMNS]
+            rows.append(f"{name:{width}}  {self.seen[name]:>6}" + "".join(f"{c:>12}" for c in cells))
+        return "\n".join([f"{self.programs} programs; '-': the rule admits none", *rows])
+
+
+def columns_of(layout: Layout) -> Iterator[str]:
+    """The columns of the table that a layout belongs to."""
+    shards = [s for s in layout.states if isinstance(s, Shard)]
+    if shards:
+        yield "sharded"
+    if layout.partial:
+        yield "partial"
+    if any(s.uneven for s in shards):
+        yield "uneven"
+        coords = (dict(zip(layout.mesh.names, c)) for c in product(*map(range, layout.mesh.sizes)))
+        if 0 not in layout.shape and any(0 in layout.local_shape(c) for c in coords):
+            yield "empty"
+    if len({s.dim for s in shards}) < len(shards):
+        yield "tuple axes"
+
+
+def _eqns(graph: Graph) -> Iterator[Eqn]:
+    for e in graph.eqns:
+        yield e
+        if isinstance(e.op, (Scan, Call)):
+            yield from _eqns(e.op.body)
+
+
+def _admitted(rule: Rule) -> Iterator[str]:
+    """The columns that a rule admits."""
+    free = {x for x in rule.sizes if x not in rule.whole}
+    dims = [d for t in (*rule.operands, *rule.results) for d in t]
+    if free:
+        yield "sharded"
+        yield "tuple axes"
+    if any(x for x in free if all(d[0] == x for d in dims if x in d)):  # it leads its dims, so it may be uneven
+        yield "uneven"
+        yield "empty"
+    contracted = any(x for x in free for t in rule.results if not any(x in d for d in t))
+    if rule.through or any(rule.linear) or contracted:
+        yield "partial"
