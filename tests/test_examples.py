@@ -54,7 +54,12 @@ def test_two_processes_give_the_losses_of_two_virtual_devices() -> None:
 
 def test_interrupt_ends_cleanly() -> None:
     command = [sys.executable, SCRIPT, *SMALL, "--steps", "100000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+
+    def heed_interrupts() -> None:  # a job that was started in the background inherits that they are ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed_interrupts) as job:
         assert job.stdout is not None
         for line in job.stdout:
             if line.startswith("step"):
