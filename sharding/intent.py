@@ -46,7 +46,7 @@ def strategies_within(
                 owner[node] = group
                 found[node].append(strategy)
                 queue += [(w, s) for w, s in zip(node.values, strategy.states) if isinstance(s, Shard)]
-    _add_partial(problem, found)
+    _add_partial(problem, found, fits)
     return found
 
 
@@ -60,7 +60,7 @@ def _given(node: Node, axis: str) -> list[Strategy]:
 # --- partial values -----------------------------------------------------------------------------------------------
 
 
-def _add_partial(problem: Problem, found: Strategies) -> None:
+def _add_partial(problem: Problem, found: Strategies, fits: Fits) -> None:
     """Add the strategies that pass partial values on, as far as partial values can get."""
     linear = [x for x in problem.nodes if x.rule and not x.layout and (x.rule.linear or x.rule.through)]
     pending = _made_partial(found)
@@ -73,7 +73,8 @@ def _add_partial(problem: Problem, found: Strategies) -> None:
     for node in linear:
         assert node.rule is not None
         for strategy in partial_strategies(node.rule, [pending.get(v, set()) for v in node.operands]):
-            if _has_partial(strategy.operands) or not wanted.isdisjoint(node.results):
+            useful = _has_partial(strategy.operands) or not wanted.isdisjoint(node.results)
+            if useful and fits(node, strategy):
                 found[node].append(strategy)
 
 

@@ -455,6 +455,16 @@ def test_a_maximum_passes_through_a_view() -> None:
     assert str(next(iter(summary(plan)))).startswith("tp: partial max -> whole")
 
 
+def test_maxima_do_not_meet_sums_that_pend_on_another_axis() -> None:
+    """Found by review: look-ups pass maxima on, and make sums of their own where the rows are sharded."""
+    avals = [Aval((8, 64), torch.float32), Aval((2,), torch.int64)]
+    graph = trace_flat(lambda a, i: [a.amax(0)[i] * 1.0], avals, names=["a", "i"]).graph
+    mesh = MeshShape(("y", "x"), (2, 2))
+    plan = plan_of(graph, mesh, {0: {"x": Shard(0), "y": Shard(1)}, 1: {}})
+    assert all(map(exists, plan.values.values()))
+    assert all(exists(x) for layouts in plan.operands.values() for x in layouts)
+
+
 def test_an_output_is_never_left_partial() -> None:
     b = Builder()
     x, w = b.input(8, 16), b.input(16, 8)
