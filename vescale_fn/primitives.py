@@ -106,9 +106,10 @@ with_sharding_constraint = reshard
 
 
 def constraint_layout(e: Eqn, mesh: MeshShape) -> Layout:
-    """The layout that an equation of `reshard` asks for."""
+    """The layout that an equation of `reshard` asks for. 'ct' speaks of the gradient: the value itself is whole."""
     (x,) = e.operands
+    spec = parse(e.args[1])
     try:
-        return bind_sized(parse(e.args[1]), x.shape, mesh, {})
+        return bind_sized(replace(spec, state=tuple(s for s in spec.state if s.kind != "ct")), x.shape, mesh, {})
     except SpecError as error:
         raise error.within(f"vf.reshard at {e.source}: {e.source.code}") from None
