@@ -272,6 +272,20 @@ def test_numbers_in_a_body_stay_numbers() -> None:
         torch.testing.assert_close(got, grad(reference)(*ARGS[:2], lr), rtol=1e-12, atol=1e-12)
 
 
+def test_numbers_come_out_of_a_body() -> None:
+    """Found by review: a number that varies, in the carry or among the results, was looked for in the body's values."""
+
+    def fn(x: torch.Tensor, lr: float) -> Any:
+        (last, rate), half = scan(lambda c, row: ((c[0] + row * c[1], c[1]), lr / 2), (x[0], lr), x)
+        scaled, double = call(lambda x, rate: (x * rate, rate * 2), last, rate)
+        return scaled * half, double
+
+    traced = trace(fn, [ARGS[0], 0.1])
+    for lr in (0.1, 0.7):
+        got = run_graph(traced.graph, [ARGS[0], lr])
+        torch.testing.assert_close(got, [*fn(ARGS[0], lr)], rtol=1e-12, atol=1e-12)
+
+
 def test_a_decision_in_a_body_makes_a_number_static() -> None:
     def fn(x: torch.Tensor, lr: float) -> torch.Tensor:
         return call(lambda x: x * lr if lr > 0 else x, x)

@@ -91,14 +91,15 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
 
 @dataclass
 class Slots:
-    """The leaves of a pytree: constants, and None where a tensor (or number that varies) goes."""
+    """The leaves of a pytree: constants, and None where a tensor goes. A number that varies is a constant: sub-programs
+    know the numbers of the step, and torch writes any other as arithmetic on them."""
 
     constants: list[Any] = field(default_factory=list)
     is_dynamic: list[bool] = field(default_factory=list)
 
     @staticmethod
     def of(leaves: Sequence[Any]) -> Slots:
-        dynamic = [isinstance(x, torch.SymFloat) or _is_array(x) for x in leaves]
+        dynamic = [_is_array(x) for x in leaves]
         return Slots([None if d else x for x, d in zip(leaves, dynamic)], dynamic)
 
     def dynamic(self, leaves: Sequence[Any]) -> list[Any]:
