@@ -79,19 +79,21 @@ class Watch:
         self.store.compare_set("failure", "", text if text.endswith(".") else text + ".")
 
     def wait(self, work: Any) -> None:
-        """Wait for a collective, looking around once a second."""
+        """Wait for a collective, looking around once a second. An error of work that is over is its own; before, the wait
+        may just have ended too early."""
         while True:
+            over = work.is_completed()
             try:
                 work.wait(_LOOK)
                 return
             except RuntimeError as error:
-                self.look()
-                self.compare()
-                if work.is_completed():
+                if over:
                     raise PeerError(
                         f"{self.who} lost the connection to another process, which ended without saying why. Look for "
                         f"its last output: it may have been killed, or have left its training loop early. ({error})"
                     ) from error
+                self.look()
+                self.compare()
 
 
 def _mismatch(who: str, source: str, me: str, mine: str) -> str:
