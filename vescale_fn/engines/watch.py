@@ -79,8 +79,8 @@ class Watch:
         self.store.compare_set("failure", "", text if text.endswith(".") else text + ".")
 
     def wait(self, work: Any) -> None:
-        """Wait for a collective, looking around once a second. An error of work that is over is its own; before, the wait
-        may just have ended too early."""
+        """Wait for a collective, looking around once a second. An error of work that is over is its own; before that,
+        the wait may just have ended too early."""
         while True:
             over = work.is_completed()
             try:
