@@ -2,6 +2,8 @@
 
 from vescale_fn import optim as optim
 from vescale_fn.array import Array as Array
+from vescale_fn.audit import AuditError as AuditError
+from vescale_fn.audit import audit as audit
 from vescale_fn.lowered import Lowered as Lowered
 from vescale_fn.mesh import abstract_mesh as abstract_mesh
 from vescale_fn.mesh import make_mesh as make_mesh

@@ -209,3 +209,13 @@ def not_an_operation(op: object) -> str:
         f"vf.register_rule: {op!r} is not an operation of torch.ops. "
         "Rules belong to what a trace records: pass torch.ops.<library>.<name> or one of its overloads."
     )
+
+
+def replicas_differ(what: str, path: str, array: str, alone: Sequence[int], most: Sequence[int]) -> str:
+    def ranks(rs: Sequence[int]) -> str:
+        return f"rank{'s' if len(rs) > 1 else ''} {one_line(rs)}"
+
+    return (
+        f"{what}: the replicas of {path} ({array}) differ: {ranks(alone)} against {ranks(most)}. A step cannot do "
+        "this: suspect memory or a device of the ranks that stand alone, and go back to the last checkpoint."
+    )
