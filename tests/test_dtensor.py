@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import placement_tasks as tasks
+import array_tasks as tasks
 import pytest
 import torch
 from worker_pool import Pool

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+import array_tasks as tasks
 import numpy as np
-import placement_tasks as tasks
 import pytest
 import torch
 from worker_pool import Pool

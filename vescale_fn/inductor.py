@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from vescale_fn import errors
 from vescale_fn.codegen import Code
 from vescale_fn.engines import Executable
 from vescale_fn.engines.lockstep import LockStep
+from vescale_fn.fused import IN_PLACE
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,15 +32,23 @@ class CompiledExecutable:
 
 
 def compiled(executable: Executable, name: str) -> Executable:
-    """The executable with its code compiled by inductor. Raises ValueError where there are collectives."""
+    """The executable with its code compiled by inductor, where donated storage is freed at the end of a call only.
+    Fused optimizer updates, which dynamo cannot trace in place, run as they are. Raises ValueError where there are
+    collectives."""
     if executable.code.communicates:
         raise ValueError(errors.cannot_compile(name, len(executable.code.sites)))
     assert isinstance(executable, LockStep)
-    step = executable.code.function
+    updates = set(map(id, IN_PLACE.values()))
+    names = {n: _uncompiled(x) if id(x) in updates else x for n, x in executable.code.names.items()}
+    code = replace(executable.code, names=names)
+    step = code.function
 
     def run(args: list[Any], k: tuple[Any, ...]) -> list[Any]:
         results: list[Any] = step([*args], k)
         return results
 
-    function = torch.compile(run, fullgraph=True, dynamic=False)
-    return CompiledExecutable(executable.code, executable.constants, function)
+    return CompiledExecutable(code, executable.constants, torch.compile(run, dynamic=False))
+
+
+def _uncompiled(fn: Any) -> Any:
+    return torch.compiler.disable(fn)  # type: ignore[no-untyped-call]

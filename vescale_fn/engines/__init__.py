@@ -10,12 +10,16 @@ from vescale_fn.sharding.mesh import Mesh
 __all__ = ["Engine", "Executable", "engine_for"]
 
 
-@lru_cache(maxsize=64)
 def engine_for(mesh: Mesh, deterministic: bool = False) -> Engine:
     """The engine of a mesh; its process groups are created once.
 
     deterministic: the same bits for any number of processes (slower reductions). Virtual ranks always are.
     """
+    return _engine(mesh, deterministic)  # the cache would tell engine_for(mesh) and engine_for(mesh, False) apart
+
+
+@lru_cache(maxsize=64)
+def _engine(mesh: Mesh, deterministic: bool) -> Engine:
     if mesh.kind == "abstract":
         raise ValueError(
             f"Mesh {mesh} is abstract: programs can be lowered, printed and costed on it, but it has no devices to run "

@@ -1,4 +1,4 @@
-"""What the worker processes run for the tests of Arrays on several processes."""
+"""What the worker processes run for the tests of Arrays and of pjit on several processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.func import grad_and_value
 
 import vescale_fn as vf
 from vescale_fn.dtensor import device_mesh
@@ -54,3 +55,39 @@ def from_a_foreign_dtensor(process: int, processes: int) -> Any:
         except ValueError as error:
             said.append(str(error))
     return str(a.sharding), a.full().tolist(), said
+
+
+def train(mesh: vf.Mesh, calls: int = 3) -> Any:
+    """Losses and final weight of a few steps with donated state, and how often the step was lowered."""
+    opt = vf.optim.adamw(lr=0.1)
+
+    @vf.pjit(donate_argnums=0)
+    def step(state: Any, x: torch.Tensor) -> Any:
+        grads, value = grad_and_value(lambda w: torch.tanh(x @ w).square().mean())(state["w"])
+        w, moments = opt.step(grads, state["opt"], state["w"])
+        return {"w": w, "opt": moments}, value
+
+    w = vf.device_put(torch.linspace(-1, 1, 12).reshape(4, 3), "d/dp f", mesh)
+    state, losses = {"w": w, "opt": opt.init(w)}, []
+    for i in range(calls):
+        state, value = step(state, vf.device_put(torch.linspace(i, 3, 32).reshape(8, 4), "b/dp d", mesh))
+        losses.append(float(value))
+    doubled = state["w"] * 2  # one operation outside a step
+    return losses, doubled.full().tolist(), step.cache_info().misses, repr(state["w"])[:40]
+
+
+def train_on_processes(process: int, processes: int) -> Any:
+    return train(vf.make_mesh(dp=processes))
+
+
+def fail_in_a_step(process: int, processes: int) -> Any:
+    """What a donated Array says after process 1 alone failed in a step."""
+    mesh = vf.make_mesh(dp=processes)
+    step = vf.pjit(lambda w, i: (w[i].sum() + w.sum(), w), donate_argnums=0)
+    w = vf.device_put(VALUE, "b/dp d", mesh)
+    index = vf.local_put(torch.tensor([0 if process == 0 else 99]), "n/dp", mesh)
+    try:
+        step(w, index)
+    except (RuntimeError, IndexError) as error:
+        return error.__notes__[-1], w.is_deleted
+    return None
