@@ -11,7 +11,7 @@ from vescale_fn.sharding.layout import Layout, Partial, Ragged, Shard, State
 from vescale_fn.sharding.mesh import MeshShape
 from vescale_fn.sharding.ragged import chunked, owned_by, state_of_units
 from vescale_fn.sharding.sizes import Piece, resolve, size_names
-from vescale_fn.sharding.spec import ANY, OPEN, Cut, Entry, Factor, Spec, SpecError, Word, axes_text, check_axes
+from vescale_fn.sharding.spec import ANY, OPEN, Cut, Entry, Factor, Spec, SpecError, Word, check_axes, existing_axes
 from vescale_fn.sharding.unbind import spec_of
 
 __all__ = ["bind", "bind_sized", "check_shape", "size_names", "spec_of"]
@@ -219,7 +219,7 @@ class _Binder:
         if OPEN in axes:
             raise self._error(
                 f"'?' leaves a choice to the solver, and here there is none to make. Name the axes: "
-                f"{axes_text(self.mesh)}.",
+                f"{existing_axes(self.mesh)}.",
                 axes[0],
             )
 

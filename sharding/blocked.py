@@ -14,11 +14,10 @@ from typing import Any
 
 from vescale_fn.sharding.candidates import strategy_for
 from vescale_fn.sharding.graph import Eqn, Var
+from vescale_fn.sharding.intent import Seeds, seeds
 from vescale_fn.sharding.layout import Shard
 from vescale_fn.sharding.mesh import MeshShape
 from vescale_fn.sharding.problem import Node, Problem
-
-Reached = tuple[Var, Shard]
 
 
 def blocked(problem: Problem, mesh: MeshShape, roles: Mapping[Var, str], ops: AbstractSet[Any]) -> set[Eqn]:
@@ -31,27 +30,16 @@ def blocked(problem: Problem, mesh: MeshShape, roles: Mapping[Var, str], ops: Ab
         if n == 1:
             continue
         owner: dict[Node, int] = {}
-        for group, seeds in enumerate(_seeds(problem, roles, axis)):
-            met = set(_walk(problem, n, seeds, group, owner))
+        for group, given in enumerate(seeds(problem, axis, roles)):
+            met = set(_walk(problem, n, given, group, owner))
             found |= {node.eqn for node in met if node not in owner and node.eqn and node.eqn.op in ops}
     return found
 
 
-def _seeds(problem: Problem, roles: Mapping[Var, str], axis: str) -> tuple[list[Reached], ...]:
-    """What the user sharded on an axis, in order of precedence: data; state and outputs; constraints."""
-    groups: tuple[list[Reached], ...] = ([], [], [])
-    for node in problem.nodes:
-        state = node.layout[axis] if node.layout else None
-        if isinstance(state, Shard):
-            is_data = not node.operands and roles.get(node.results[0]) == "data"
-            groups[2 if node.eqn else 0 if is_data else 1].extend((v, state) for v in node.values)
-    return groups
-
-
-def _walk(problem: Problem, n: int, seeds: list[Reached], group: int, owner: dict[Node, int]) -> Iterator[Node]:
+def _walk(problem: Problem, n: int, given: Seeds, group: int, owner: dict[Node, int]) -> Iterator[Node]:
     """Push the seeds through the rules as far as they get. Yields the nodes where they meet a letter that must be
     whole; `owner` notes the nodes that they pass."""
-    queue, seen = list(seeds), set(seeds)
+    queue, seen = list(given), set(given)
     for v, state in queue:
         for node, slot in problem.touching(v):
             if node.rule is None or node.layout is not None or owner.get(node, group) != group:

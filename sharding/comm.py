@@ -15,6 +15,7 @@ gather. In any case a piece is as large as the layout of the part says (`Layout.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -125,6 +126,11 @@ Local = Slice | ToPartial
 Comm = Collective | Local
 COLLECTIVES = (AllReduce, AllGather, ReduceScatter, AllToAll, Permute, Exchange)
 COMMS = (*COLLECTIVES, Slice, ToPartial)
+
+
+def comm_name(comm: Comm) -> str:
+    """`all_reduce`, `slice`, ..."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(comm).__name__).lower()
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from string import ascii_lowercase
 
 from vescale_fn.sharding.grammar import parse
+from vescale_fn.sharding.mesh import axes_text
 from vescale_fn.sharding.spec import Spec
 
 Sizes = Mapping[str, int | Sequence[int]]
@@ -63,7 +64,7 @@ def _plain(entry: Entry) -> Entry:
 def _dim(i: int, entry: Entry) -> str:
     if entry is None:
         return letter(i)
-    return f"{letter(i)}/{entry}" if isinstance(entry, str) else f"{letter(i)}/({' '.join(entry)})"
+    return f"{letter(i)}/{axes_text((entry,) if isinstance(entry, str) else entry)}"
 
 
 @dataclass(frozen=True, init=False)

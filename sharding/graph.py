@@ -6,6 +6,7 @@ are global. A per-rank program uses the same types, with local operations and `c
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,6 +24,11 @@ class Source:
     file: str = ""
     line: int = 0
     code: str = ""
+
+    @property
+    def short(self) -> str:
+        """`train.py:12`, without the folder; empty when the line is not known."""
+        return f"{os.path.basename(self.file)}:{self.line}" if self.file else ""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" if self.file else "?"
@@ -53,7 +59,7 @@ class Var:
 
 
 def map_vars(tree: Any, fn: Callable[[Var], Any]) -> Any:
-    """`tree` (nested tuples, lists, dicts, slices) with every Var replaced by fn(var)."""
+    """`tree` (nested tuples, lists, dicts) with every Var replaced by fn(var)."""
     if isinstance(tree, Var):
         return fn(tree)
     if isinstance(tree, (tuple, list)):
@@ -139,6 +145,35 @@ class Call:
     body: Graph
     name: str = "call"
     remat: bool = False
+
+
+def equations(graph: Graph) -> Iterator[Eqn]:
+    """Every equation in order, those of a sub-program after the one that runs it."""
+    for e in graph.eqns:
+        yield e
+        if isinstance(e.op, (Scan, Call)):
+            yield from equations(e.op.body)
+
+
+def variables(graph: Graph) -> Iterator[Var]:
+    """Every Var in order of its making: inputs, then results; those of a sub-program before those of its equation."""
+    yield from graph.inputs
+    for e in graph.eqns:
+        if isinstance(e.op, (Scan, Call)):
+            yield from variables(e.op.body)
+        yield from e.outs
+
+
+def is_view(e: Eqn) -> bool:
+    """Whether the result only shows its operand in another way. (`_unsafe_view` is a view that autograd does not know.)
+
+    >>> x, y = Var("x", (2, 3), torch.float32), Var("y", (3, 2), torch.float32)
+    >>> is_view(Eqn(torch.ops.aten.t.default, (x,), {}, (y,)))
+    True
+    """
+    if e.op is torch.ops.aten._unsafe_view.default:
+        return True
+    return isinstance(e.op, torch._ops.OpOverload) and bool(e.op.is_view)
 
 
 def type_text(v: Var) -> str:

@@ -15,9 +15,23 @@ from vescale_fn.sharding.graph import Var
 from vescale_fn.sharding.layout import Kind, Partial, Shard, State
 from vescale_fn.sharding.problem import Node, Problem
 
-Seeds = Sequence[tuple[Var, State]]
+Seeds = Sequence[tuple[Var, Shard]]
 Fits = Callable[[Node, Strategy], bool]
 Strategies = dict[Node, list[Strategy]]
+
+
+def seeds(problem: Problem, axis: str, roles: Mapping[Var, str]) -> tuple[Seeds, ...]:
+    """What the user sharded on an axis, in order of precedence: data; state and outputs; constraints.
+
+    roles: "data" or "state" for each input.
+    """
+    groups: tuple[list[tuple[Var, Shard]], ...] = ([], [], [])
+    for node in problem.nodes:
+        state = node.layout[axis] if node.layout else None
+        if isinstance(state, Shard):
+            is_data = not node.operands and roles.get(node.results[0]) == "data"
+            groups[2 if node.eqn else 0 if is_data else 1].extend((v, state) for v in node.values)
+    return groups
 
 
 def strategies_within(
@@ -25,14 +39,14 @@ def strategies_within(
 ) -> dict[Node, list[Strategy]]:
     """The strategies of each node on one axis of size `n`, the whole one first.
 
-    groups: what the user sharded, in order of precedence.
+    groups: what the user sharded (`seeds`), in order of precedence.
     fits: whether a strategy agrees with what was chosen for the same node on other axes.
     """
     found = {node: _given(node, axis) for node in problem.nodes}
     owner: dict[Node, int] = {}
     seen: set[tuple[Var, State]] = set()
-    for group, seeds in enumerate(groups):
-        queue = [(v, s) for v, s in seeds if isinstance(s, Shard)]
+    for group, given in enumerate(groups):
+        queue = list(given)
         for v, state in queue:
             if (v, state) in seen:
                 continue

@@ -7,7 +7,7 @@ ranks live (virtual devices of this process, a torch.distributed world, or nowhe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -73,6 +73,11 @@ class MeshShape:
 
     def __str__(self) -> str:
         return ",".join(f"{n}={s}" for n, s in zip(self.names, self.sizes))
+
+
+def axes_text(axes: Sequence[str]) -> str:
+    """Axes as specs and programs write them: `tp`, or `(dp tp)`."""
+    return axes[0] if len(axes) == 1 else f"({' '.join(axes)})"
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from vescale_fn.sharding.graph import Eqn, Graph, Var, op_name, type_text
+from vescale_fn.sharding.graph import Call, Graph, Scan, Var, equations, op_name, type_text, variables
 from vescale_fn.sharding.layout import Layout, Partial, Ragged, Shard, State, Whole
 from vescale_fn.sharding.mesh import MeshShape
 from vescale_fn.sharding.plan import Plan
@@ -94,28 +94,6 @@ def diff(old: Plan, new: Plan) -> str:
     return "\n".join(lines)
 
 
-# --- graphs in order ------------------------------------------------------------------------------------------------
-
-
-def equations(graph: Graph) -> Iterator[Eqn]:
-    """Every equation in order, those of a sub-program after the one that runs it."""
-    for e in graph.eqns:
-        yield e
-        body = getattr(e.op, "body", None)
-        if isinstance(body, Graph):
-            yield from equations(body)
-
-
-def variables(graph: Graph) -> Iterator[Var]:
-    """Every Var in order of its making: inputs, then results; those of a sub-program before those of its equation."""
-    yield from graph.inputs
-    for e in graph.eqns:
-        body = getattr(e.op, "body", None)
-        if isinstance(body, Graph):
-            yield from variables(body)
-        yield from e.outs
-
-
 def graph_hash(graph: Graph) -> str:
     """A hash of the structure of a graph: operations, arguments, shapes and dtypes, but no names or source lines."""
     number: dict[Var, int] = {}
@@ -138,10 +116,11 @@ def graph_hash(graph: Graph) -> str:
     def visit(g: Graph) -> None:
         digest.update(f"({define(g.inputs)}".encode())
         for e in g.eqns:
-            body = getattr(e.op, "body", None)
-            if isinstance(body, Graph):
-                visit(body)
-            kind = {k: x for k, x in vars(e.op).items() if k != "body"} if isinstance(body, Graph) else op_name(e.op)
+            if isinstance(e.op, (Scan, Call)):
+                visit(e.op.body)
+                kind: Any = {k: x for k, x in vars(e.op).items() if k != "body"}
+            else:
+                kind = op_name(e.op)
             digest.update(f"{kind}{text(e.args)}{text(e.kwargs)}->{define(e.outs)};".encode())
         digest.update(f"{text(g.outputs)})".encode())
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from vescale_fn.sharding.choice import AxisProblem, Choice
-from vescale_fn.sharding.graph import Var, op_name
+from vescale_fn.sharding.graph import Var, is_view, op_name
 from vescale_fn.sharding.layout import WHOLE, Shard
 from vescale_fn.sharding.problem import Node, Problem
-from vescale_fn.sharding.work import is_heavy, is_view
+from vescale_fn.sharding.work import is_heavy
 
 Solved = Mapping[str, tuple[AxisProblem, Choice]]
 

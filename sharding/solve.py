@@ -16,15 +16,14 @@ from vescale_fn.sharding.classes import classes_of, each_alone
 from vescale_fn.sharding.digits import exists
 from vescale_fn.sharding.exact import NoSolution, solve_exact
 from vescale_fn.sharding.fallback import solve_locally
-from vescale_fn.sharding.graph import Call, Eqn, Graph, Var
-from vescale_fn.sharding.intent import Seeds, strategies_within
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Var, equations, is_view
+from vescale_fn.sharding.intent import seeds, strategies_within
 from vescale_fn.sharding.layout import Layout, Ragged, Shard, State
 from vescale_fn.sharding.mesh import MeshShape
 from vescale_fn.sharding.plan import Plan
-from vescale_fn.sharding.plan_file import equations
 from vescale_fn.sharding.problem import Node, Problem, RuleFor, build
 from vescale_fn.sharding.report import messages
-from vescale_fn.sharding.work import heavy_seconds, is_heavy, is_view, light_seconds
+from vescale_fn.sharding.work import heavy_seconds, is_heavy, light_seconds
 
 ALONE = 400  # so many nodes with a choice are decided one by one; more of them, by class
 
@@ -68,7 +67,7 @@ class _Solver:
     solved: dict[str, tuple[AxisProblem, Choice]] = field(default_factory=dict)
 
     def solve_axis(self, axis: str, n: int) -> None:
-        strategies = strategies_within(self.problem, axis, n, self.seeds(axis), self.fits(axis))
+        strategies = strategies_within(self.problem, axis, n, seeds(self.problem, axis, self.roles), self.fits(axis))
         work = {node: self.work(node, strategies[node], n) for node in self.problem.nodes}
         problem = AxisProblem(self.problem, axis, n, strategies, work, dict(self.nbytes))
         choice = choose(problem)
@@ -80,17 +79,6 @@ class _Solver:
             for v, s in zip(node.results, strategy.results):
                 if isinstance(s, (Shard, Ragged)):
                     self.nbytes[v] /= n
-
-    def seeds(self, axis: str) -> list[Seeds]:
-        """What the user sharded on an axis, in order of precedence: data; state and outputs; constraints."""
-        groups: tuple[list[tuple[Var, State]], ...] = ([], [], [])
-        for node in self.problem.nodes:
-            if node.layout is None:
-                continue
-            is_data = not node.operands and self.roles.get(node.results[0]) == "data"
-            group = 2 if node.eqn else 0 if is_data else 1
-            groups[group].extend((v, node.layout[axis]) for v in node.values)
-        return list(groups)
 
     def fits(self, axis: str) -> Callable[[Node, Strategy], bool]:
         """Whether a strategy on the axis at hand goes with those chosen on the axes before: no digit is cut twice."""

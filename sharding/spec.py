@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from vescale_fn.sharding.mesh import MeshShape
+from vescale_fn.sharding.mesh import MeshShape, axes_text
 
 ELLIPSIS: Literal["..."] = "..."
 ANY = "_"
@@ -52,10 +52,8 @@ class Word(str):
         return word
 
 
-def _axes_text(axes: Sequence[str]) -> str:
-    if not axes:
-        return ""
-    return f"/{axes[0]}" if len(axes) == 1 else f"/({' '.join(axes)})"
+def _divided(axes: Sequence[str]) -> str:
+    return f"/{axes_text(axes)}" if axes else ""
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ class Factor:
 
     def __str__(self) -> str:
         named = f"{self.name}={self.size}" if self.name and self.size is not None else self.label
-        return f"{named}{self.cut or ''}{_axes_text(self.axes)}"
+        return f"{named}{self.cut or ''}{_divided(self.axes)}"
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ class Group:
     at: int = field(default=-1, compare=False, repr=False)
 
     def __str__(self) -> str:
-        return f"({' '.join(map(str, self.factors))}){self.cut or ''}{_axes_text(self.axes)}"
+        return f"({' '.join(map(str, self.factors))}){self.cut or ''}{_divided(self.axes)}"
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ class Entry:
     def __str__(self) -> str:
         if self.coordinate is not None:
             return f"at: {self.axes[0]}@{self.coordinate}"
-        return f"{self.kind}: {_axes_text(self.axes)[1:]}"
+        return f"{self.kind}: {axes_text(self.axes)}"
 
 
 Dim = Factor | Group | Literal["..."]
@@ -215,7 +213,7 @@ class Expr:
         return left if self.right is None else f"{left} -> {', '.join(map(str, self.right))}".strip()
 
 
-def axes_text(mesh: MeshShape) -> str:
+def existing_axes(mesh: MeshShape) -> str:
     """The axes that exist, for messages."""
     if not mesh.names:
         return "this mesh has no axes"
@@ -227,4 +225,4 @@ def check_axes(spec: Spec, mesh: MeshShape) -> None:
     for axis in spec.axes:
         if axis != OPEN and axis not in mesh:
             at = axis.at if isinstance(axis, Word) else -1
-            raise SpecError(f"There is no mesh axis '{axis}': {axes_text(mesh)}.", spec.text, at)
+            raise SpecError(f"There is no mesh axis '{axis}': {existing_axes(mesh)}.", spec.text, at)

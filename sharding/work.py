@@ -39,11 +39,6 @@ def is_heavy(eqn: Eqn) -> bool:
     return isinstance(eqn.op, torch._ops.OpOverload) and eqn.op._opname in HEAVY
 
 
-def is_view(eqn: Eqn) -> bool:
-    """Whether an equation only looks at its operand in another way."""
-    return isinstance(eqn.op, torch._ops.OpOverload) and eqn.op.is_view
-
-
 def heavy_seconds(rule: Rule, nbytes: float, share: float, strategy: Strategy, n: int) -> float:
     """`nbytes`: of all its tensors; `share`: of its multiplications; as far as other axes leave them to a rank."""
     seconds = 2.0 * prod(rule.sizes.values()) / FLOPS * share

@@ -18,8 +18,9 @@ from rule_machine import equation
 from torch.func import grad_and_value
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from vescale_fn.decompose import decompose_eqn, on_intent, splice
+from vescale_fn.decompose import decompose_eqn, splice
 from vescale_fn.decompositions import ALWAYS, ON_INTENT
+from vescale_fn.lowering import split_on_intent
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Source, Var, map_vars
 from vescale_fn.sharding.layout import Layout, Shard, State
 from vescale_fn.sharding.mesh import Mesh, MeshShape
@@ -254,7 +255,7 @@ def ops_after(
     graph = trace_flat(lambda *xs: [fn(*xs)], avals).graph
     layouts = tuple(Layout.of(MESH, v.shape, x) for v, x in zip(graph.inputs, states))
     request: Any = SimpleNamespace(mesh=Mesh(MESH), inputs=layouts, outputs=(None,), roles=roles)
-    return {str(e.op).split(".")[1] for e in on_intent(graph, request, rule_for).eqns}
+    return {str(e.op).split(".")[1] for e in split_on_intent(graph, request, rule_for).eqns}
 
 
 def test_a_softmax_over_a_sharded_dim_is_decomposed() -> None:

@@ -9,8 +9,8 @@ import torch
 from torch.func import vjp
 
 from vescale_fn.interpret import run_graph
-from vescale_fn.sharding.graph import Graph
-from vescale_fn.split import fresh, is_view, split
+from vescale_fn.sharding.graph import Graph, is_view
+from vescale_fn.split import fresh, split
 from vescale_fn.trace import Aval, trace_flat
 
 F64 = torch.float64

@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 import keyword
 import linecache
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -34,10 +33,9 @@ from vescale_fn.engines.kernels import own_slice, to_partial
 from vescale_fn.fused import IN_PLACE
 from vescale_fn.liveness import last_uses, overwritable, waits
 from vescale_fn.program import AxisIndex, LocalDim, Owned, Program, bind_constant
-from vescale_fn.sharding.comm import COLLECTIVES, Slice, ToPartial
-from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, op_name, vars_in
+from vescale_fn.sharding.comm import COLLECTIVES, Slice, ToPartial, comm_name
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, op_name, variables, vars_in
 from vescale_fn.site import Constant, Cut, Device, Site, Start, Wait, bind_to_rank, same_everywhere
-from vescale_fn.text import comm_name
 
 _WIDTH = 116  # of a line of the text
 _COMMENT = 80  # where comments start
@@ -89,15 +87,6 @@ def generate(program: Program, reserved: Mapping[str, Any] | None = None) -> Cod
     return Code(program, source, module.names, tuple(module.constants), tuple(module.sites), communicates)
 
 
-def all_vars(graph: Graph) -> Iterator[Var]:
-    """Every Var of a graph and its sub-programs."""
-    yield from graph.inputs
-    for e in graph.eqns:
-        yield from e.outs
-        if isinstance(e.op, (Scan, Call)):
-            yield from all_vars(e.op.body)
-
-
 def identifier(name: str) -> str:
     """`name` as a Python identifier."""
     name = re.sub(r"\W", "_", name) or "_"
@@ -123,7 +112,7 @@ class _Module:
         self.names["torch"] = torch
         self.known |= {id(thing): name for name, thing in self.reserved.items()}
         self.taken |= {"torch", "args", "k", "step", *self.reserved}
-        self.taken.update(identifier(v.name) for v in all_vars(self.program.graph))
+        self.taken.update(identifier(v.name) for v in variables(self.program.graph))
 
     def fresh(self, name: str) -> str:
         """`name`, or `name_2`, ..., and nobody else's."""
@@ -209,8 +198,7 @@ class _Function:
         return self.communicates
 
     def line(self, code: str, e: Eqn | None = None, indent: int = 4) -> None:
-        comment = f"{os.path.basename(e.source.file)}:{e.source.line}" if e and e.source.file else ""
-        self.lines.append((" " * indent + code, comment))
+        self.lines.append((" " * indent + code, e.source.short if e else ""))
 
     def define(self, v: Var) -> str:
         """A local name of v. Two Vars of one name stay apart."""

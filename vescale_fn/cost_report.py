@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -11,11 +10,11 @@ from typing import Any, overload
 import torch
 
 from vescale_fn.program import Program
-from vescale_fn.sharding.comm import COLLECTIVES, COMMS
+from vescale_fn.sharding.comm import COLLECTIVES, COMMS, comm_name
 from vescale_fn.sharding.cost import sent
-from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Source, Var, dtype_text, op_name
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Source, Var, dtype_text, is_view, op_name
 from vescale_fn.sharding.layout import Layout
-from vescale_fn.text import axes_text, comm_name
+from vescale_fn.sharding.mesh import axes_text
 
 aten = torch.ops.aten
 
@@ -82,7 +81,6 @@ class CollectiveTable(Sequence[CollectiveRow]):
 
 
 def _cells(r: CollectiveRow) -> list[str]:
-    where = f"{os.path.basename(r.source.file)}:{r.source.line}" if r.source.file else ""
     bucket = f"bucket of {r.operands}" if r.operands > 1 else ""
     times = f" x{r.count}" if r.count > 1 else ""
     value = f"{dtype_text(r.dtype)}{list(r.shape)}"
@@ -93,7 +91,7 @@ def _cells(r: CollectiveRow) -> list[str]:
         value,
         f"{r.nbytes:,} B{times}",
         r.phase,
-        bucket or where,
+        bucket or r.source.short,
         r.source.code,
     ]
 
@@ -171,8 +169,8 @@ def cost_analysis(program: Program) -> Cost:
 
 
 def _bytes_accessed(e: Eqn, layouts: Mapping[Var, Layout]) -> int:
-    if isinstance(e.op, torch._ops.OpOverload) and any(r.alias_info is not None for r in e.op._schema.returns):
-        return 0  # a view
+    if is_view(e):
+        return 0
     tensors = [*e.operands, *(o for o in e.outs if o.is_tensor)]
     return sum(layouts[v].max_local_numel * v.dtype.itemsize for v in tensors)
 

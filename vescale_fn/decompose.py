@@ -1,28 +1,18 @@
-"""Rewriting equations as elementary ones: which, and how.
+"""Rewriting equations as elementary ones.
 
-`decompose_eqn` makes the small graph of one equation, `splice` puts such graphs in its place, and `on_intent` finds
-the equations whose fused kernel would force a gather of something the user sharded.
+`decompose_eqn` makes the small graph of one equation, and `splice` puts such graphs in its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from vescale_fn.decompositions import ON_INTENT
 from vescale_fn.fx_graph import graph_of_fx
-from vescale_fn.primitives import RESHARD, constraint_layout
-from vescale_fn.sharding.blocked import blocked
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, map_vars
-from vescale_fn.sharding.layout import Layout
-from vescale_fn.sharding.mesh import MeshShape
-from vescale_fn.sharding.problem import RuleFor, build
-
-if TYPE_CHECKING:
-    from vescale_fn.lowering import Request
 
 
 def decompose_eqn(eqn: Eqn, decomposition: Callable[..., Any], device: str = "cpu") -> Graph | None:
@@ -97,29 +87,3 @@ def splice(graph: Graph, replacements: Mapping[Eqn, Graph]) -> Graph:
         else:
             eqns.append(e.with_args(rename) if renamed else e)
     return replace(graph, eqns=tuple(eqns), outputs=tuple(map_vars(list(graph.outputs), rename)))
-
-
-def on_intent(graph: Graph, request: Request, rule_for: RuleFor) -> Graph:
-    """`graph` with the equations decomposed whose rule wants a dim whole that the user's layouts shard."""
-    mesh, device = request.mesh.shape, request.mesh.device_of(0)
-    inputs = {v: x for v, x in zip(graph.inputs, request.inputs) if x is not None}
-    roles = dict(zip(graph.inputs, request.roles))
-    while True:
-        problem = build(graph, inputs, request.outputs, _constraints(graph, mesh), rule_for, {})
-        found = blocked(problem, mesh, roles, ON_INTENT.keys())
-        graphs = {e: decompose_eqn(e, ON_INTENT[e.op], device) for e in found}
-        replacements = {e: g for e, g in graphs.items() if g is not None}
-        if not replacements:
-            return graph
-        graph = splice(graph, replacements)
-
-
-def _constraints(graph: Graph, mesh: MeshShape) -> dict[Eqn, Layout]:
-    """The layouts that equations of `reshard` ask for, sub-programs included."""
-    out: dict[Eqn, Layout] = {}
-    for e in graph.eqns:
-        if isinstance(e.op, (Scan, Call)):
-            out |= _constraints(e.op.body, mesh)
-        elif e.op is RESHARD:
-            out[e] = constraint_layout(e, mesh)
-    return out

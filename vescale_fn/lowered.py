@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vescale_fn.cost_report import CollectiveTable, Cost
     from vescale_fn.engines import Executable
-    from vescale_fn.lowering import Request
     from vescale_fn.memory import MemoryStats
     from vescale_fn.program import Program
+    from vescale_fn.sharding.layout import Layout
+    from vescale_fn.sharding.mesh import Mesh
     from vescale_fn.sharding.plan import Plan
     from vescale_fn.trace import Traced
 
 # What reads a program is imported by the method that needs it, so that importing the package stays cheap.
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What a traced step is lowered for.
+
+    inputs: layout of each graph input, None where the solver chooses (captured values included).
+    outputs: layout that each output must have, None where the solver chooses.
+    roles: "data" or "state" for each graph input.
+    continues: output index -> input index whose layout it takes.
+    donated: indices of inputs whose storage may be reused.
+    """
+
+    mesh: Mesh
+    inputs: tuple[Layout | None, ...]
+    outputs: tuple[Layout | None, ...]
+    roles: tuple[str, ...]
+    continues: Mapping[int, int]
+    donated: frozenset[int]
+    rules: Mapping[Any, Any]
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan
 
 aten = torch.ops.aten
 
@@ -46,18 +46,3 @@ def _without_metadata_reads(e: Eqn) -> Eqn:
     if isinstance(e.op, (Scan, Call)):
         return replace(e, op=replace(e.op, body=drop_metadata_reads(e.op.body)))
     return _filled(e) if e.op in _FACTORIES else e
-
-
-def used(graph: Graph) -> set[Var]:
-    """Vars that reach an output."""
-    alive = {v for v in graph.outputs if isinstance(v, Var)}
-    for e in reversed(graph.eqns):
-        if any(v in alive for v in e.outs):
-            alive.update(e.reads)
-    return alive
-
-
-def drop_dead(graph: Graph) -> Graph:
-    """Equations whose results nobody reads are dropped."""
-    alive = used(graph)
-    return replace(graph, eqns=tuple(e for e in graph.eqns if any(v in alive for v in e.outs)))

@@ -16,7 +16,7 @@ from vescale_fn.sharding.graph import Graph
 from vescale_fn.sharding.plan import Plan
 
 if TYPE_CHECKING:
-    from vescale_fn.lowering import Request
+    from vescale_fn.lowered import Request
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from torch import Tensor
 from vescale_fn.sharding.bind import bind_sized, check_shape
 from vescale_fn.sharding.forms import SpecLike, as_spec
 from vescale_fn.sharding.grammar import parse
-from vescale_fn.sharding.graph import Eqn
+from vescale_fn.sharding.graph import Eqn, Graph, equations
 from vescale_fn.sharding.layout import Layout
 from vescale_fn.sharding.mesh import MeshShape
 from vescale_fn.sharding.spec import SpecError
@@ -103,6 +103,11 @@ def reshard(x: Any, spec: SpecLike, **sizes: int | Sequence[int]) -> Any:
 
 
 with_sharding_constraint = reshard
+
+
+def constraints(graph: Graph, mesh: MeshShape) -> dict[Eqn, Layout]:
+    """The layout that each equation of `reshard` asks for, sub-programs included."""
+    return {e: constraint_layout(e, mesh) for e in equations(graph) if e.op is RESHARD}
 
 
 def constraint_layout(e: Eqn, mesh: MeshShape) -> Layout:

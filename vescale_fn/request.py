@@ -13,7 +13,7 @@ from vescale_fn.arguments import CallArguments, Shardings, Signature, leaf_key, 
 from vescale_fn.array import Array
 from vescale_fn.continuation import OutputLeaf, continued
 from vescale_fn.decompositions import ALWAYS
-from vescale_fn.lowering import Request
+from vescale_fn.lowered import Request
 from vescale_fn.primitives import RESHARD
 from vescale_fn.sharding.graph import Graph, Var
 from vescale_fn.sharding.layout import Layout

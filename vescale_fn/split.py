@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-import torch
-
 from vescale_fn.dead_code import drop_dead
-from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, map_vars, vars_in
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, is_view, map_vars, vars_in
 
 
 def split(
@@ -75,16 +73,6 @@ def _recomputed(forward: Sequence[Eqn], constants: Collection[Var]) -> set[Eqn]:
         elif is_view(e) or not e.operands:
             again.add(e)
     return again
-
-
-def is_view(e: Eqn) -> bool:
-    """Whether the result is a view of the first operand."""
-    if e.op is torch.ops.aten._unsafe_view.default:
-        return True
-    if not isinstance(e.op, torch._ops.OpOverload):
-        return False
-    returns = e.op._schema.returns
-    return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
 def _needed_before(joint: Graph, gradients: Sequence[object], later: set[Eqn]) -> set[Var]:

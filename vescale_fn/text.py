@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from vescale_fn.cost_report import bytes_sent
 from vescale_fn.program import AxisIndex, LocalDim, Owned, Program
-from vescale_fn.sharding.comm import COLLECTIVES, COMMS, Exchange, Permute
-from vescale_fn.sharding.cost import sent
+from vescale_fn.sharding.comm import COLLECTIVES, COMMS, Exchange, Permute, comm_name
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, dtype_text, op_name
 from vescale_fn.sharding.layout import Layout, Ragged
+from vescale_fn.sharding.mesh import axes_text
 
 
 def program_text(program: Program) -> str:
@@ -59,7 +58,7 @@ def _equation(e: Eqn, program: Program) -> Iterator[tuple[str, str, str]]:
         yield f"{mark} {first}", "", ""
         mark = "  "
     first, *rest = _wrapped(f"= {_call_text(e, program)}")
-    yield f"{mark} {results[-1]}", first, _source_text(e)
+    yield f"{mark} {results[-1]}", first, e.source.short
     for more in rest:
         yield "", more, ""
 
@@ -70,31 +69,16 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, 108, subsequent_indent=inside, break_long_words=False, break_on_hyphens=False)
 
 
-def _source_text(e: Eqn) -> str:
-    return f"{os.path.basename(e.source.file)}:{e.source.line}" if e.source.file else ""
-
-
 def _call_text(e: Eqn, program: Program) -> str:
     if isinstance(e.op, COMMS):
-        return f"{comm_text(e.op)} ({', '.join(map(_argument, e.args))}){_bytes_sent(e, program)}"
+        sent = f"  sends {bytes_sent(e, program.layouts):,} B" if isinstance(e.op, COLLECTIVES) else ""
+        return f"{comm_text(e.op)} ({', '.join(map(_argument, e.args))}){sent}"
     if isinstance(e.op, Scan):
         name = f"scan x{e.op.length}" + (" reversed" if e.op.reverse else "")
     else:
         name = op_name(e.op) if not hasattr(e.op, "__name__") or hasattr(e.op, "_schema") else e.op.__name__
     arguments = [*map(_argument, e.args), *(f"{k}={_argument(a)}" for k, a in e.kwargs.items())]
     return f"{name}({', '.join(arguments)})"
-
-
-def _bytes_sent(e: Eqn, program: Program) -> str:
-    if not isinstance(e.op, COLLECTIVES):
-        return ""
-    total = sum(round(sent(e.op, program.layouts[o]) * o.dtype.itemsize) for o in e.outs)
-    return f"  sends {total:,} B"
-
-
-def comm_name(op: Any) -> str:
-    """`all_reduce`, `slice`, ..."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(op).__name__).lower()
 
 
 def comm_text(op: Any) -> str:
@@ -113,11 +97,6 @@ def comm_text(op: Any) -> str:
         return f"{name} dim {op.concat_dim} -> {op.split_dim} {axes_text(op.axes)}"
     dim = f" dim {op.dim}" if hasattr(op, "dim") else ""
     return f"{name}{dim} {op.kind} {axes_text(op.axes)}" if hasattr(op, "kind") else f"{name}{dim} {axes_text(op.axes)}"
-
-
-def axes_text(axes: tuple[str, ...]) -> str:
-    """`tp`, or `(dp tp)`."""
-    return axes[0] if len(axes) == 1 else f"({' '.join(axes)})"
 
 
 def value_text(v: Var, layouts: Mapping[Var, Layout]) -> str:
@@ -165,7 +144,7 @@ def _factors(layout: Layout, dim: int) -> list[str]:
     ends = [s[0] for s in starts[1:]] + [layout.shape[dim]]
     sizes = [end // start for (start, _, _), end in zip(starts, ends)]
     return [
-        f"{size}{'~' * uneven}" + (f"/{axes_text(tuple(axes))}" if axes else "")
+        f"{size}{'~' * uneven}" + (f"/{axes_text(axes)}" if axes else "")
         for size, (_, axes, uneven) in zip(sizes, starts)
     ]
 

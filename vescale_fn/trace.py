@@ -125,7 +125,8 @@ class Trace:
         parent: Trace | None = None,
         transforms: int = 0,
     ) -> None:
-        """`parent`: the trace in which this one, of a sub-program, runs; `transforms` of torch.func are under way there."""
+        """parent: the trace in which this one, of a sub-program, runs. transforms: how many of torch.func are under way
+        there."""
         self.fn_name = fn_name
         self.depth: int = transforms + (parent.depth if parent else 0)  # of wrappers that transforms outside have made
         self._differentiated: dict[int, torch.Tensor] = {}  # by id: wrappers that a gradient inside is taken for

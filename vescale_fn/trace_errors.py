@@ -95,7 +95,7 @@ def carry_leaf(path: str, before: str, after: str) -> str:
 
 def gradient_across(fn: str, source: Source) -> str:
     return (
-        f"{fn}: the body of a loop or call takes a gradient with respect to a tensor that it captures, while a transform "
-        f"of torch.func is under way outside, at {_at(source)}\n"
+        f"{fn}: the body of a loop or call takes a gradient with respect to a tensor that it captures, while a "
+        f"transform of torch.func is under way outside, at {_at(source)}\n"
         "Pass the tensor to the body instead: in the carry of vf.scan, or as an argument of vf.call."
     )

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from vescale_fn.program import Program
 from vescale_fn.sharding.comm import AllGather
-from vescale_fn.sharding.graph import Eqn, Var
+from vescale_fn.sharding.graph import Eqn, Var, is_view
 from vescale_fn.sharding.layout import Layout
 
 
@@ -41,8 +39,7 @@ class _Copier:
     def is_gathered(self, e: Eqn) -> bool:
         """Whether e gathers an input, or views what such a gather made."""
         known = (v in self.makers or v in self.program.graph.inputs for v in e.operands)
-        cheap = isinstance(e.op, AllGather) or (isinstance(e.op, torch._ops.OpOverload) and e.op.is_view)
-        return cheap and len(e.operands) == 1 and all(known)
+        return (isinstance(e.op, AllGather) or is_view(e)) and len(e.operands) == 1 and all(known)
 
     def own(self, v: Var) -> Var:
         """Backward's own copy of a value that comes from a gather in forward; other values as they are."""
