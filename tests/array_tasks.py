@@ -91,3 +91,17 @@ def fail_in_a_step(process: int, processes: int) -> Any:
     except (RuntimeError, IndexError) as error:
         return error.__notes__[-1], w.is_deleted
     return None
+
+
+def audit_a_broken_replica(process: int, processes: int) -> Any:
+    """What is said when the copies of a whole value differ."""
+    mesh = vf.make_mesh(dp=processes)
+    w = vf.device_put(VALUE, "b d", mesh)
+    step = vf.pjit(lambda w: {"w": w * 2}, audit=1)
+    step(w)
+    w.shards[0][process] += 1
+    try:
+        step(w)
+    except RuntimeError as error:
+        return str(error)
+    return None

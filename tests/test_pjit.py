@@ -64,6 +64,10 @@ def test_a_loop_equals_the_plain_loop_and_is_lowered_once() -> None:
     assert step.cache_info() == (3, 1)
 
 
+def test_builtins_say_nothing_about_their_parameters() -> None:
+    close(vf.pjit(torch.sin, donate_argnums=0)(put(grid(4, 2))), grid(4, 2).sin())
+
+
 def test_decorator_factory_and_call() -> None:
     @vf.pjit
     def a(x: torch.Tensor) -> torch.Tensor:
@@ -520,6 +524,17 @@ def test_deterministic_is_an_option() -> None:
     close(vf.pjit(lambda x: x.sum(), deterministic=True)(put(grid(4, 2))), grid(4, 2).sum())
 
 
+def test_audit_finds_ranks_that_differ() -> None:
+    step = vf.pjit(lambda s: {"w": s["w"] + 1, "v": s["v"].sum(0)}, audit=2)
+    s = put({"w": grid(4, 2), "v": grid(4, 2)}, {"w": "b/dp d", "v": "b/dp d"})
+    for _ in range(4):
+        step(s)
+    s["w"].shards[3][0, 0] += 1e-9
+    step(s)
+    with pytest.raises(vf.AuditError, match=r"^<lambda>: the replicas of w \(.*\) differ: rank 3 against rank 2\. "):
+        step(s)
+
+
 def test_verify_finds_nothing_wrong() -> None:
     state = put(start(), {"w": "d f/tp", "n": ""})
     found = vf.pjit(sgd, donate_argnums=0).verify(state, put(grid(8, 4)), 0.1)
@@ -535,6 +550,11 @@ def test_two_processes_give_the_bits_of_two_virtual_ranks(pool: Pool) -> None:
     assert (misses, text) == (1, "Array(f32[4, 3] 'd/dp f' on dp=2; rank 0")
     for got in pool.run(tasks.train_on_processes):
         assert got == (losses, weight, 1, "Array(f32[4, 3] 'd/dp f' on dp=2; this p")
+
+
+def test_audit_across_processes(pool: Pool) -> None:
+    said = pool.run(tasks.audit_a_broken_replica)
+    assert all(s.startswith("<lambda>: the replicas of w (f32[4, 2] 'b d' on dp=2) differ: rank 1 ") for s in said)
 
 
 def test_a_failure_on_one_process_loses_donated_arguments_on_all(pool: Pool) -> None:

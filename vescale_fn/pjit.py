@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, ParamSpec, 
 from vescale_fn import errors
 from vescale_fn.arguments import CallArguments, Shardings, Signature, ambient_key, check_hashable, leaf_key
 from vescale_fn.array import Array
+from vescale_fn.audit import audit
 from vescale_fn.loaded import CallForm, Loaded
 from vescale_fn.lowered import Lowered
 from vescale_fn.register import UserRule, entries
@@ -63,6 +64,7 @@ class Options:
     backend: str | None
     deterministic: bool
     cache_dir: Path | None
+    audit: int  # every how many calls, 0 for never
 
 
 class Jitted(Generic[P, R]):
@@ -78,6 +80,7 @@ class Jitted(Generic[P, R]):
         self._static_floats: dict[Any, list[int]] = {}  # key -> leaves whose value the program depends on
         self._constants: dict[str, set[int]] = {}  # path -> the ints it has been
         self._hits = 0
+        self._calls = 0
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if _disabled.get() or current_trace() is not None:
@@ -100,6 +103,9 @@ class Jitted(Generic[P, R]):
         else:
             self._hits += 1
         result: R = loaded(leaves)
+        self._calls += 1
+        if self._options.audit and self._calls % self._options.audit == 0:
+            audit(result, self._signature.name)
         return result
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
@@ -207,6 +213,7 @@ def pjit(
     compile: Literal["inductor"] | None = None,
     deterministic: bool = False,
     cache_dir: str | Path | None = None,
+    audit: int = 0,
     **wrong: Any,
 ) -> Any:
     """Run a pure function of global values on a mesh. A decorator, a decorator factory, or a call.
@@ -224,6 +231,7 @@ def pjit(
     compile: "inductor" compiles programs without collectives, see `Lowered.compile`.
     deterministic: the same bits on any number of processes.
     cache_dir: a folder that keeps plans as files, so that a step which was solved once is not solved again.
+    audit: every so many calls, compare what ranks hold alike, bit for bit (see `audit`).
 
     >>> import torch, vescale_fn as vf
     >>> mesh = vf.make_mesh(dp=2)
@@ -233,9 +241,8 @@ def pjit(
     """
     name = getattr(fn, "__name__", "step")
     _check_options(name, wrong, donate, compile)
-    options = Options(
-        entries(rules or {}), donate == "safe", compile, deterministic, None if cache_dir is None else Path(cache_dir)
-    )
+    folder = None if cache_dir is None else Path(cache_dir)
+    options = Options(entries(rules or {}), donate == "safe", compile, deterministic, folder, audit)
 
     def wrap(f: Callable[..., Any]) -> Jitted[..., Any]:
         signature = Signature.of(f, static_argnums, static_argnames, donate_argnums, data_argnums)
