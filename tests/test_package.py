@@ -1,14 +1,11 @@
-"""The package as it ships: what import costs, what the wheel holds, which way imports run."""
+"""The package as it ships: what import costs, what the wheel holds."""
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("vescale_fn", "sharding", "schedules")
@@ -54,12 +51,3 @@ def test_wheel_holds_each_module_once(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     names = [n for n in zipfile.ZipFile(wheel).namelist() if n.endswith(".py")]
     assert sorted(names) == [str(p) for p in sources()]
-
-
-@pytest.mark.parametrize("path", [p for p in sources() if p.parts[1] == "sharding"], ids=str)
-def test_sharding_knows_nothing_of_the_other_parts(path: Path) -> None:
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
-        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        names += [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        for name in names:
-            assert not name.startswith("vescale_fn") or name.startswith("vescale_fn.sharding"), f"{path} imports {name}"
