@@ -10,12 +10,13 @@ from typing import Any
 import gpt
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad_and_value
 
 import vescale_fn as vf
 from vescale_fn.lowered import Lowered
 from vescale_fn.memory import MemoryStats, measure_memory
-from vescale_fn.tree import flatten
+from vescale_fn.tree import flatten, map_leaves
 
 SIZES = gpt.Sizes()
 
@@ -76,6 +77,21 @@ def test_donation_saves_memory() -> None:
     stats: list[MemoryStats] = [kept.memory_analysis(), given.memory_analysis()]
     assert stats[1].peak < stats[0].peak
     assert stats[0].argument == stats[1].argument
+
+
+def test_a_gpt_of_70b_shape_lowers_on_4096_ranks_without_memory() -> None:
+    sizes = gpt.Sizes(layers=2, width=8192, heads=64, seq=4096, vocab=32768, batch=512)
+    mesh, opt = vf.abstract_mesh(dp=512, tp=8), vf.optim.adamw(lr=1e-3)
+    with FakeTensorMode():
+        shapes = map_leaves(lambda t: vf.ShapeDtype(tuple(t.shape), t.dtype), gpt.init(sizes, torch.bfloat16))
+    params = vf.device_put(shapes, gpt.rules_for(gpt.MEGATRON, shapes, sizes), mesh)
+    tokens = vf.device_put(vf.ShapeDtype((512, 4096), torch.int64), "b/dp s", mesh)
+    state = {"params": params, "opt": opt.init(params)}
+    low = vf.pjit(gpt.make_step(sizes), donate_argnums=0).lower(state, tokens, tokens)
+    assert all(x.addressable_shards == [] for x in flatten(state)[0])
+    assert [r.axes for r in low.collectives if r.phase == "forward" and r.shape == (4096, 8192)] == [("tp",)] * 4
+    whole = sum(x.numel() * x.dtype.itemsize for x in flatten(state)[0])
+    assert whole / 8 < low.memory_analysis().argument < whole / 7  # almost all is cut over tp, the norms are not
 
 
 def test_text_and_collectives() -> None:
