@@ -39,3 +39,26 @@ def test_gradient_through_a_constraint_to_partial_sums(order: int) -> None:
     for _ in range(order):
         f = grad(lambda x, f=f: f(x).sum())
     assert_equal(f, [normal(4)], ["a/x"], x=2)
+
+
+def test_gradient_of_the_gradient_of_a_write_through_a_view_of_a_view() -> None:
+    """torch writes as_strided there, for the strides that the values had in the trace."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        v = x.diagonal(0, 1, 0).clone()
+        v[..., 1:] = v[..., :-1] * 0.5
+        return v.sin().sum()
+
+    assert_equal(grad(lambda x: grad(f)(x).sin().sum()), [normal(6, 2, 6)], ["a/x b c"], x=2)
+
+
+def test_empty_tensors_are_joined() -> None:
+    """The size of a piece was not known."""
+    assert_equal(lambda x: torch.cat([x, x], 0), [normal(0, 4)], ["a b/x"], x=2)
+
+
+def test_a_convolution_without_channels() -> None:
+    """torch checks no sizes there; the rule did, and failed."""
+    assert_equal(
+        lambda x, w, b: F.conv1d(x, w, b), [normal(4, 0, 4), normal(1, 0, 3), normal(1)], ["n/x c l", "o c k", "o"], x=2
+    )

@@ -1,4 +1,4 @@
-"""Writes in place become values: a second trace over the traced graph, through torch.func.functionalize.
+"""Writes in place, and strides, become values: a second trace over the traced graph, through torch.func.functionalize.
 
 It runs after torch.func is traced away, because functionalize refuses the autograd Functions of our primitives.
 """
@@ -13,16 +13,18 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
+from vescale_fn import strided
 from vescale_fn.sharding.graph import Call, Scan, Source
 
 
-def writes_in_place(gm: GraphModule) -> bool:
-    """Whether any operation of the graph writes to one of its operands."""
-    return any(isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable for n in gm.graph.nodes)
+def is_functional(gm: GraphModule) -> bool:
+    """Whether no operation of the graph writes to one of its operands, or depends on how they lie in memory."""
+    ops = [n.target for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+    return not any(op._schema.is_mutable or op in strided.DECOMPOSITIONS for op in ops)
 
 
 def functionalized(gm: GraphModule, decompositions: Mapping[Any, Callable[..., Any]]) -> GraphModule:
-    """The same graph without writes; lines and phases carried over."""
+    """The same graph without writes and strides; lines and phases carried over."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     values = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
@@ -31,7 +33,7 @@ def functionalized(gm: GraphModule, decompositions: Mapping[Any, Callable[..., A
         return _Replay(gm).run(*args)
 
     pure = torch.func.functionalize(run, remove="mutations")
-    return make_fx(pure, dict(decompositions), tracing_mode="fake")(*values)
+    return make_fx(pure, {**decompositions, **strided.DECOMPOSITIONS}, tracing_mode="fake")(*values)
 
 
 class _Replay(Interpreter):

@@ -17,7 +17,7 @@ import torch
 
 from vescale_fn import trace_errors as errors
 from vescale_fn.array import Array
-from vescale_fn.functional import annotate, functionalized, record_call, unseen, writes_in_place
+from vescale_fn.functional import annotate, functionalized, is_functional, record_call, unseen
 from vescale_fn.fx_graph import graph_of_fx, identifier
 from vescale_fn.sharding.graph import Graph, Var
 from vescale_fn.source import Lines, source_of_traceback
@@ -179,7 +179,7 @@ class Trace:
 
         with _compiling_flag(), self.mode:  # a step without tensor arguments finds its mode here
             gm = make_fx(body, self.decompositions, tracing_mode="fake")(*[arguments[i] for i in dynamic])
-        if writes_in_place(gm):
+        if not is_functional(gm):
             gm = functionalized(gm, self.decompositions)
         graph = graph_of_fx(gm, [names[i] for i in dynamic] + [f"captured_{i}" for i in range(len(self.captured))])
         inputs = [*graph.inputs]

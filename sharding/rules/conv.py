@@ -23,9 +23,12 @@ def _space(stem: str, n: int) -> str:
     return " ".join(f"!{stem}{i}" for i in range(n))
 
 
-def _convolution(eqn: Eqn) -> Rule:
-    """Forward and backward. A transposed convolution has its weight's channels the other way round."""
+def _convolution(eqn: Eqn) -> Rule | None:
+    """Forward and backward. A transposed convolution has its weight's channels the other way round. Of tensors without
+    elements torch checks no sizes."""
     args = bound_args(eqn)
+    if any(0 in v.shape for v in eqn.operands):
+        return None
     n = len(args["weight"].shape) - 2
     backward = "grad_output" in args
     biased = args["output_mask"][2] if backward else args["bias"] is not None

@@ -181,7 +181,7 @@ def _split(x: list[str], args: dict[str, Any], eqn: Eqn) -> str:
 
 def equal_pieces(parts: Sequence[int]) -> tuple[str, list[str]]:
     """Tokens of a dim and of the pieces it is made of: equal pieces share a letter, others are whole."""
-    if len(set(parts)) == 1:
+    if len(set(parts)) == 1 and (parts[0] or len(parts) == 1):
         return ("within" if len(parts) == 1 else "(!piece within)"), ["within"] * len(parts)
     return "!full", [f"!part{i}" for i in range(len(parts))]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+
 from programs.ops import FAMILIES, Op
 from programs.pattern import Draw, Pattern, Sizes, fits, kind_of
 from programs.program import NAMES, Input, Program, names_in
@@ -158,9 +159,11 @@ def _is_tame(x: torch.Tensor) -> bool:
 
 
 @st.composite
-def programs(draw: Draw, order: int = 0, most: int = 6, dtype: str = "float64") -> Program:
-    """A program of up to `most` statements, differentiated `order` times."""
-    build = Builder(draw, mesh_for(draw), dtype)
+def programs(
+    draw: Draw, order: int = 0, most: int = 6, dtype: str = "float64", mesh: dict[str, int] | None = None
+) -> Program:
+    """A program of up to `most` statements, differentiated `order` times, on a mesh that is drawn unless given."""
+    build = Builder(draw, mesh or mesh_for(draw), dtype)
     build.input("f", tuple(draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 6]), max_size=3))))
     for _ in range(draw(st.integers(1, most))):
         build.statement()

@@ -10,13 +10,14 @@ from unittest import mock
 
 import torch
 from hypothesis import reject
-from programs.program import Program, paths
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import vescale_fn as vf
+from programs.program import Program, paths
 from vescale_fn import lowering
 from vescale_fn.lowered import Lowered
+from vescale_fn.mesh import Mesh
 
 TOLERANCE = {"float64": 1e-10, "float32": 2e-4, "bfloat16": 0.05}
 
@@ -26,30 +27,41 @@ def check(program: Program, seen: Any = None) -> None:
     that is shown each lowered program."""
     step, values = program.step(), program.values()
     mesh = vf.make_mesh(**program.mesh)
-    jitted = _jitted(program, step, mesh)
+    jitted, first = _jitted(program, step, mesh), []
     for _ in range(2 if program.feed else 1):
         want = _plain(program, step, values)
-        given = values if program.in_shardings else _put(program, values, mesh)
-        with warnings.catch_warnings(), _shown(seen):
-            warnings.simplefilter("ignore")
-            got = jitted(*program.arguments(given))
+        with _shown(seen):
+            got = _call(program, jitted, [*first, *values[len(first) :]], mesh)
         _compare(program, step, values, got, want)
         if program.feed:
-            values[0] = first_leaf(program, got).full()
+            fed = _first_leaf(program, got)
+            values[0] = fed.full()
+            first = [] if program.in_shardings else [fed]  # which an Array may not contradict
 
 
-def first_leaf(program: Program, result: Any) -> Any:
+def called(program: Program, mesh: Mesh, **options: Any) -> Any:
+    """What pjit of the program's step gives, if torch can run the step at all."""
+    _plain(program, program.step(), program.values())
+    return _call(program, _jitted(program, program.step(), mesh, **options), program.values(), mesh)
+
+
+def _call(program: Program, jitted: Any, values: list[Any], mesh: Mesh) -> Any:
+    given = [
+        x if program.in_shardings or isinstance(x, vf.Array) else vf.device_put(x, spec, mesh)
+        for x, spec in zip(values, program.specs)
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return jitted(*program.arguments(given))
+
+
+def _first_leaf(program: Program, result: Any) -> Any:
     """y0 in the step's result."""
-    names = {name: path for name, path in paths(program.tree(program.result))}
-    return eval(f"result{names['y0']}", {"result": result})
+    return eval(f"result{dict(paths(program.tree(program.result)))['y0']}", {"result": result})
 
 
-def _put(program: Program, values: list[torch.Tensor], mesh: vf.Mesh) -> list[Any]:
-    return [vf.device_put(x, spec, mesh) for x, spec in zip(values, program.specs)]
-
-
-def _jitted(program: Program, step: Any, mesh: vf.Mesh) -> Any:
-    options: dict[str, Any] = {"mesh": mesh, "donate_argnums": tuple(program.donate)}
+def _jitted(program: Program, step: Any, mesh: Mesh, **options: Any) -> Any:
+    options |= {"mesh": mesh, "donate_argnums": tuple(program.donate)}
     if program.in_shardings:
         options["in_shardings"] = program.arguments(program.specs)
     if any(program.outs):

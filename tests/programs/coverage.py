@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
 
 from vescale_fn.lowered import Lowered
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, op_name
@@ -44,13 +43,13 @@ class Coverage:
         self.cells += other.cells
         self.possible |= other.possible
 
-    def save(self, path: Path) -> None:
+    def to_json(self) -> str:
         pairs = {f"{a}|{c}": [self.cells[a, c], (a, c) in self.possible] for a in self.seen for c in COLUMNS}
-        path.write_text(json.dumps({"programs": self.programs, "seen": self.seen, "cells": pairs}))
+        return json.dumps({"programs": self.programs, "seen": self.seen, "cells": pairs})
 
     @staticmethod
-    def load(path: Path) -> Coverage:
-        data = json.loads(path.read_text())
+    def of_json(text: str) -> Coverage:
+        data = json.loads(text)
         cells = {tuple(k.split("|")): v for k, v in data["cells"].items()}
         return Coverage(
             Counter(data["seen"]),
@@ -70,7 +69,9 @@ class Coverage:
         for name in sorted(self.seen):
             cells = [str(self.cells[name, c] or ("0" if (name, c) in self.possible else "-")) for c in COLUMNS]
             rows.append(f"{name:{width}}  {self.seen[name]:>6}" + "".join(f"{c:>12}" for c in cells))
-        return "\n".join([f"{self.programs} programs; '-': the rule admits none", *rows])
+        zeros = ", ".join(f"{name} {column}" for name, column in self.zeros) or "none"
+        head = f"{self.programs} programs ran as planned below; '-': the rule admits none"
+        return "\n".join([head, *rows, f"possible and not covered: {zeros}"])
 
 
 def columns_of(layout: Layout) -> Iterator[str]:

@@ -2,11 +2,12 @@
 
 `Op("F.embedding({i}, {w})", w="v d", i="i<v: ...")` is a statement with two operands. An operand's pattern names its
 dims: a letter has one size in all of a statement, a number is a size, `...` any dims. Before a colon stands the kind:
-f float (when not named), i integer, b bool, c complex; `i<v` are integers below the size of v, `i<=v` up to it.
+f float (when not named), i integer, b bool, c complex; `i<v` are integers below the size of v.
 
-In a text also stand, drawn where they are named: {d} and {e}, different dims of the first operand; {j} and {k}, a position in {d}
-and a length; {s} a shift; {bool}; {n[v]} the size of a letter; {spec} a spec for the first operand; {v} the name of
-the result, where the text is more than an expression.
+In a text also stand, drawn where they are named: {d} and {e}, different dims of the first operand; {j} and {k}, a
+position in {d} and a length; {j0}, a position in its first dim; {s} a shift; {bool}; {n[v]} the size of a letter;
+{shape} and {order} for a view of the first operand; {spec} a spec for it; {v} the name of the result, where the text
+is more than an expression.
 """
 
 from __future__ import annotations
@@ -122,7 +123,9 @@ VIEW = [
     op("{x}.permute({order})", x="..."),
     *unary("{x}.transpose({d}, {e})", "{x}.movedim({d}, {e})", "{x}.flatten()", "{x}.mT", "{x}.unsqueeze({d})"),
     *unary("{x}.squeeze()", "{x}.squeeze({d})", "{x}.unsqueeze(-1).expand(*[-1] * {x}.ndim, 2)", "{x}.select({d}, -1)"),
-    *unary("{x}.select({d}, {j})", "{x}.narrow({d}, 0, {k})", "{x}[..., ::2]", "{x}[{j0}:]", "{x}[:, -1:]", "{x}[None]"),
+    *unary(
+        "{x}.select({d}, {j})", "{x}.narrow({d}, 0, {k})", "{x}[..., ::2]", "{x}[{j0}:]", "{x}[:, -1:]", "{x}[None]"
+    ),
     *unary("{x}.chunk(2, {d})[0]", "{x}.chunk(3, {d})[-1]", "{x}.split(2, {d})[-1]", "{x}.unbind({d})[0]"),
     *unary("torch.cat({x}.tensor_split(2, {d})[::-1], {d})", "sum({x}.unbind({d}))", "{x}.flatten(0, 1)"),
     *unary("{x}.diagonal(0, {d}, {e})", "torch.diag_embed({x})", "{x}.unfold({d}, {k}, 1)", "{x}.expand_as({x})"),
@@ -258,12 +261,28 @@ ATTENTION = [
 ]
 
 COMPLEX = [
-    *unary("torch.fft.fft({x}, dim={d})", "torch.fft.rfft({x}, dim={d})", "torch.fft.fft2({x})", "torch.view_as_complex("
-           "torch.stack([{x}, {x} * 2], -1))", "torch.complex({x}, {x} + 1)", "torch.fft.rfft({x}, dim={d}).abs()"),
+    *unary(
+        "torch.fft.fft({x}, dim={d})",
+        "torch.fft.rfft({x}, dim={d})",
+        "torch.fft.fft2({x})",
+        "torch.view_as_complex(torch.stack([{x}, {x} * 2], -1))",
+        "torch.complex({x}, {x} + 1)",
+        "torch.fft.rfft({x}, dim={d}).abs()",
+    ),
     *[
         op(text, c="c: ...")
-        for text in ("{c}.real", "{c}.imag", "{c}.conj() * {c}", "{c}.abs()", "torch.view_as_real({c})", "{c}.sum({d})",
-                     "{c} * 2j", "torch.fft.ifft({c}, dim={d})", "torch.fft.irfft({c}, n=4, dim={d})", "{c}.mean()")
+        for text in (
+            "{c}.real",
+            "{c}.imag",
+            "{c}.conj() * {c}",
+            "{c}.abs()",
+            "torch.view_as_real({c})",
+            "{c}.sum({d})",
+            "{c} * 2j",
+            "torch.fft.ifft({c}, dim={d})",
+            "torch.fft.irfft({c}, n=4, dim={d})",
+            "{c}.mean()",
+        )
     ],
     op("{c} + {x}", c="c: ...", x="..."),
     op("{c} @ {e0}", c="c: m k", e0="c: k n"),

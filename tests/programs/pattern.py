@@ -83,7 +83,7 @@ def fits(value: torch.Tensor, pattern: Pattern, sizes: Sizes, dtype: torch.dtype
     if kind_of(value, dtype) != pattern.kind or sizes.match(pattern.dims, tuple(value.shape)) is None:
         return False
     if pattern.below and value.numel():
-        return 0 <= int(value.min()) and int(value.max()) < sizes.letters[pattern.below]
+        return int(value.min()) >= 0 and int(value.max()) < sizes.letters[pattern.below]
     return True
 
 

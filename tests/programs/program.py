@@ -67,9 +67,7 @@ class Program:
         floats = tuple(i for i, x in enumerate(self.inputs) if x.kind == "f")
         run = f"gradients(f, {floats}, {self.order})" if self.order else "f"
         unpack = "".join(
-            f"    {name} = p{i}{path}\n"
-            for i, p in enumerate(self.parameters)
-            for name, path in paths(self.tree(p))
+            f"    {name} = p{i}{path}\n" for i, p in enumerate(self.parameters) for name, path in paths(self.tree(p))
         )
         ys = ", ".join(f"y{i}" for i in range(len(self.outs)))
         return f"{f}\ndef step({ps}):\n{unpack}    {ys}, = {run}({xs})\n    return {self.result}\n"
@@ -103,6 +101,10 @@ class Program:
         shown = ",\n    ".join(f"{name}={_shown(value)}" for name, value in fields.items())
         note = "\n".join(f"# {line}" for line in self.source.splitlines())
         return f"\nfrom programs import Input, Program, check\n\n{note}\ncheck(Program(\n    {shown},\n))\n"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """How hypothesis prints what fails."""
+        printer.text(repr(self))
 
 
 def _shown(value: Any) -> str:

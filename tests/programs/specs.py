@@ -13,25 +13,32 @@ Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 def mesh_for(draw: Draw) -> dict[str, int]:
     """Up to 3 axes of sizes 1 to 3."""
-    return {a: draw(st.integers(1, 3)) for a in ("x", "y", "z")[: draw(st.integers(1, 3))]}
+    return {a: draw(st.sampled_from([2, 3, 2, 1])) for a in ("x", "y", "z")[: draw(st.sampled_from([2, 1, 2, 3]))]}
 
 
 def spec_for(draw: Draw, shape: Sequence[int], mesh: Mapping[str, int], *, partial: bool = True) -> str:
-    """A spec that fits the shape."""
-    free = list(draw(st.permutations(list(mesh))))
-    dims = []
-    for d, n in enumerate(shape):
-        take = draw(st.integers(0, min(2, len(free))))
-        axes, free = free[:take], free[take:]
-        dims.append(_dim(draw, "abcdefg"[d], n, axes, math.prod(mesh[a] for a in axes)))
-    state = f" {{sum: {free[0]}}}" if partial and free and draw(st.integers(0, 3)) == 0 else ""
-    return (" ".join(dims) + state).strip()
+    """A spec that fits the shape: each axis shards a dim, or holds pending sums, or nothing."""
+    places = [None, *range(len(shape)), *range(len(shape)), *(["sum"] if partial else [])]
+    held: dict[Any, list[str]] = {}
+    for axis in draw(st.permutations(list(mesh))):
+        held.setdefault(draw(st.sampled_from(places)), []).append(axis)
+    dims = [
+        _dim(draw, "abcdefg"[d], n, axes, math.prod(mesh[a] for a in axes))
+        for d, n in enumerate(shape)
+        for axes in [held.get(d, [])]
+    ]
+    pending = [f"{{sum: {_axes(held['sum'])}}}"] if "sum" in held else []
+    return " ".join(dims + pending)
+
+
+def _axes(axes: Sequence[str]) -> str:
+    return axes[0] if len(axes) == 1 else f"({' '.join(axes)})"
 
 
 def _dim(draw: Draw, name: str, n: int, axes: Sequence[str], ranks: int) -> str:
     if not axes:
         return name
-    over = axes[0] if len(axes) == 1 else f"({' '.join(axes)})"
+    over = _axes(axes)
     if n % ranks:
         return f"{name}~/{over}"
     factors = [f for f in (2, 3) if n > f and n % (f * ranks) == 0]
