@@ -143,8 +143,8 @@ def _continues(signature: Signature, call: CallArguments, staged: Staged) -> dic
         for t, group in zip(order, groups)
     ]
     found = continued(unflatten(staged.out_treedef, _out_avals(staged)), arguments)
-    position = {leaf: k for k, leaf in enumerate(staged.dynamic)}
-    pairs = {o: groups[a][k] for o, (a, k) in found.items() if o not in _placed(staged.traced.graph)}
+    position, placed = {leaf: k for k, leaf in enumerate(staged.dynamic)}, _placed(staged.traced.graph)
+    pairs = {o: groups[a][k] for o, (a, k) in found.items() if o not in placed}
     return {o: position[leaf] for o, leaf in pairs.items() if leaf in position}
 
 
