@@ -46,6 +46,12 @@ class Lowered:
     """A step as the program of one rank, before it runs.
 
     Attributes: `traced` (the global graph), `plan` (layouts), `program` (per-rank operations and collectives).
+
+    >>> import torch, vescale_fn as vf
+    >>> x = vf.device_put(torch.ones(8, 4), "b/dp d", vf.make_mesh(dp=2))
+    >>> lowered = vf.pjit(lambda x: x.sum(0)).lower(x)
+    >>> [(r.kind, r.axes, r.nbytes) for r in lowered.collectives]
+    [('all_reduce', ('dp',), 16)]
     """
 
     name: str

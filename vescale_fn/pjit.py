@@ -40,7 +40,14 @@ _disabled: ContextVar[bool] = ContextVar("vescale_fn_pjit_disabled", default=Fal
 
 @contextlib.contextmanager
 def disable_pjit() -> Iterator[None]:
-    """Inside, functions decorated with pjit run as the plain functions that they are."""
+    """Inside, functions decorated with pjit run as the plain functions that they are.
+
+    >>> import torch, vescale_fn as vf
+    >>> with vf.disable_pjit():
+    ...     vf.pjit(lambda x: print("called with", x) or x + 1)(torch.ones(1))
+    called with tensor([1.])
+    tensor([2.])
+    """
     token = _disabled.set(True)
     try:
         yield

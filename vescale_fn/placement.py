@@ -205,6 +205,12 @@ def make_array_from_callback(
 
 def make_array_from_process_local_data(sharding: Any, local: Any, mesh: Mesh | None = None, **sizes: int) -> Array:
     """One Array from this process's own rows (see `local_put`); `sharding` is a NamedSharding, or a spec together with
-    `mesh`."""
+    `mesh`.
+
+    >>> import torch, vescale_fn as vf
+    >>> rows = vf.NamedSharding(vf.make_mesh(dp=2), "b/dp d")
+    >>> vf.make_array_from_process_local_data(rows, torch.zeros(2, 3))
+    Array(f32[2, 3] 'b/dp d' on dp=2; rank 0 [0:1, :] [[0, 0, 0]])
+    """
     out: Array = local_put(local, sharding, mesh or _mesh_among([sharding]), **sizes)
     return out
