@@ -12,8 +12,8 @@ from test_package import ROOT, sources
 # In order: a module imports from its own layer and from those before it. A name stands for what it contains, too.
 LAYERS = {
     "sharding": "sharding",
-    "values": "program errors tree mesh shardings array array_text",
-    "trace": "trace trace_errors trace_modes ambient source functional fx_graph normalize dead_code interpret "
+    "values": "names program errors tree mesh shardings array array_text",
+    "trace": "trace trace_errors trace_modes ambient source functional strided fx_graph normalize dead_code interpret "
     "decompositions decompositions_norm primitives subprogram form loop split",
     "partition": "decompose fused register local_ops localize partition",
     "optimize": "liveness passes",

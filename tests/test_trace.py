@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch.func import grad, grad_and_value
 
 from vescale_fn.decompositions import ALWAYS
-from vescale_fn.fx_graph import identifier
 from vescale_fn.interpret import run_graph
+from vescale_fn.names import identifier
 from vescale_fn.sharding.graph import Graph
 from vescale_fn.trace import Aval, ShapeDtype, Traced, TraceError, current_trace, trace_flat
 from vescale_fn.tree import flatten, flatten_with_paths, unflatten

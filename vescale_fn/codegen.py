@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 import keyword
 import linecache
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,6 +31,7 @@ import torch
 from vescale_fn.engines.kernels import own_slice, to_partial
 from vescale_fn.fused import IN_PLACE
 from vescale_fn.liveness import last_uses, overwritable, waits
+from vescale_fn.names import Names, identifier
 from vescale_fn.program import AxisIndex, LocalDim, Owned, Program, bind_constant
 from vescale_fn.sharding.comm import COLLECTIVES, Slice, ToPartial, comm_name
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, op_name, variables, vars_in
@@ -39,6 +39,7 @@ from vescale_fn.site import Constant, Cut, Device, Site, Start, Wait, bind_to_ra
 
 _WIDTH = 116  # of a line of the text
 _COMMENT = 80  # where comments start
+_OWN = ("torch", "args", "k")  # names that the text uses itself
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +88,10 @@ def generate(program: Program, reserved: Mapping[str, Any] | None = None) -> Cod
     return Code(program, source, module.names, tuple(module.constants), tuple(module.sites), communicates)
 
 
-def identifier(name: str) -> str:
-    """`name` as a Python identifier."""
-    name = re.sub(r"\W", "_", name) or "_"
-    return f"v{name}" if name[0].isdigit() or keyword.iskeyword(name) or name in ("torch", "args", "k") else name
+def _word(name: str) -> str:
+    """`name` as a name that the text may bind."""
+    word = identifier(name)
+    return f"v_{word}" if keyword.iskeyword(word) or word in _OWN else word
 
 
 @dataclass(eq=False)
@@ -99,7 +100,7 @@ class _Module:
 
     program: Program
     reserved: Mapping[str, Any]
-    taken: set[str] = field(default_factory=set)
+    unique: Names = field(init=False)
     functions: list[str] = field(default_factory=list)
     names: dict[str, Any] = field(default_factory=dict)
     constants: list[Constant] = field(default_factory=list)
@@ -111,16 +112,12 @@ class _Module:
     def __post_init__(self) -> None:
         self.names["torch"] = torch
         self.known |= {id(thing): name for name, thing in self.reserved.items()}
-        self.taken |= {"torch", "args", "k", "step", *self.reserved}
-        self.taken.update(identifier(v.name) for v in variables(self.program.graph))
+        values = {_word(v.name) for v in variables(self.program.graph)}
+        self.unique = Names({*_OWN, "step", *self.reserved, *values})
 
     def fresh(self, name: str) -> str:
-        """`name`, or `name_2`, ..., and nobody else's."""
-        unique, i = identifier(name), 2
-        while unique in self.taken:
-            unique, i = f"{identifier(name)}_{i}", i + 1
-        self.taken.add(unique)
-        return unique
+        """`name`, or `name_1`, ..., and nobody else's."""
+        return self.unique.fresh(_word(name))
 
     def name_of(self, thing: Any) -> str:
         """The global name of an operation, function or object."""
@@ -202,7 +199,7 @@ class _Function:
 
     def define(self, v: Var) -> str:
         """A local name of v. Two Vars of one name stay apart."""
-        name = identifier(v.name)
+        name = _word(v.name)
         self.local[v] = name if name not in self.used else self.module.fresh(name)
         self.used.add(self.local[v])
         return self.local[v]

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from vescale_fn.dead_code import drop_dead
 from vescale_fn.functional import SubProgram
+from vescale_fn.names import Names, identifier
 from vescale_fn.sharding.graph import Eqn, Graph, Source, Var, vars_in
 
 aten = torch.ops.aten
@@ -22,32 +23,6 @@ _SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh.default,
 
 # What is left of writes in place that overwrite the whole tensor: a value that depends on the old one in shape only.
 _FILLS: dict[Any, Callable[[Any], Any]] = {aten.zero.default: lambda args: 0, aten.fill.Scalar: lambda args: args[1]}
-
-
-def identifier(path: str) -> str:
-    """A Python identifier that resembles the path of an argument.
-
-    >>> identifier("state.blocks[0].w_qkv")
-    'state_blocks_0_w_qkv'
-    """
-    name = re.sub(r"\W+", "_", path).strip("_") or "x"
-    return f"_{name}" if name[0].isdigit() else name
-
-
-@dataclass
-class Names:
-    """Hands out names; one already taken gets a number."""
-
-    taken: set[str] = field(default_factory=set)
-    counts: dict[str, int] = field(default_factory=dict)
-
-    def new(self, base: str) -> str:
-        name = base
-        while name in self.taken:
-            self.counts[base] = self.counts.get(base, 0) + 1
-            name = f"{base}_{self.counts[base]}"
-        self.taken.add(name)
-        return name
 
 
 def graph_of_fx(gm: GraphModule, names: Sequence[str]) -> Graph:
@@ -97,11 +72,11 @@ class _Converter:
     def result(self, base: str, val: Any) -> Any:
         """New Vars in the structure of a node's value."""
         if isinstance(val, torch.Tensor):
-            return Var(self.names.new(base), tuple(val.shape), val.dtype)
+            return Var(self.names.fresh(base), tuple(val.shape), val.dtype)
         if isinstance(val, (tuple, list)):
             return tuple(self.result(base, v) for v in val)
         kinds = {torch.SymFloat: float, torch.SymInt: int, torch.SymBool: bool}
-        return Var(self.names.new(base), (), kinds.get(type(val), type(val)))
+        return Var(self.names.fresh(base), (), kinds.get(type(val), type(val)))
 
     def call(self, node: Node) -> Any:
         args, kwargs = self.argument(node.args), self.argument(node.kwargs)

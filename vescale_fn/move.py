@@ -8,6 +8,7 @@ from functools import lru_cache
 from vescale_fn.array import Array, ArrayType
 from vescale_fn.engines import Executable, engine_for
 from vescale_fn.localize.context import Builder
+from vescale_fn.names import Names
 from vescale_fn.program import Program
 from vescale_fn.sharding.bind import bind_sized
 from vescale_fn.sharding.graph import Graph, Source, Var
@@ -36,7 +37,7 @@ def move_to(x: Array, to: Layout) -> Array:
 @lru_cache(maxsize=1024)
 def _mover(start: ArrayType, to: Layout) -> Executable:
     source = Var("x", start.layout.shape, start.dtype)
-    builder = Builder({source: start.layout}, {"x"})
+    builder = Builder({source: start.layout}, Names({"x"}))
     chain = builder.reshard(source, to, Source(), "forward")
     program = Program(start.layout.mesh, Graph((source,), tuple(builder.eqns), (chain[-1],)), builder.layouts)
     return engine_for(start.mesh).load(program)

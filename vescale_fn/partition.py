@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vescale_fn.localize import HANDLERS, Builder, Context
+from vescale_fn.names import Names
 from vescale_fn.primitives import RESHARD
 from vescale_fn.program import Program
 from vescale_fn.sharding.cost import chain_bytes
@@ -27,26 +28,17 @@ def partition(plan: Plan, rule_for: RuleFor) -> Program:
     """The program of one rank for a solved graph."""
     layouts: dict[Var, Layout] = {}
     origin: dict[Var, Var] = {}
-    graph = _Partitioner(plan, rule_for, layouts, set(), origin).graph(plan.graph, plan.outputs)
+    graph = _Partitioner(plan, rule_for, layouts, Names(), origin).graph(plan.graph, plan.outputs)
     return Program(plan.mesh, graph, layouts, origin, messages=plan.messages)
 
 
 def slice_layout(layout: Layout) -> Layout:
     """The layout of x[i] for x of `layout`, whose dim 0 is whole."""
-    return _shift(layout, layout.shape[1:], -1)
-
-
-def stack_layout(layout: Layout, length: int) -> Layout:
-    """The layout of `length` values of `layout`, stacked on a new dim 0."""
-    return _shift(layout, (length, *layout.shape), 1)
-
-
-def _shift(layout: Layout, shape: Sequence[int], by: int) -> Layout:
     states = {
-        a: replace(s, dim=s.dim + by) if isinstance(s, (Shard, Ragged)) else s
+        a: replace(s, dim=s.dim - 1) if isinstance(s, (Shard, Ragged)) else s
         for a, s in zip(layout.mesh.names, layout.states)
     }
-    return Layout.of(layout.mesh, shape, states)
+    return Layout.of(layout.mesh, layout.shape[1:], states)
 
 
 @dataclass(eq=False)
@@ -54,7 +46,7 @@ class _Partitioner:
     plan: Plan
     rule_for: RuleFor
     layouts: dict[Var, Layout]  # of every local Var, shared with sub-programs
-    names: set[str]
+    names: Names
     origin: dict[Var, Var]
     local: dict[Var, Var] = field(default_factory=dict)  # global Var -> local Var in its own layout
     obtained: dict[Var, list[Var]] = field(default_factory=dict)  # global Var -> the same value in all layouts at hand

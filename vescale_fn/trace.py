@@ -18,7 +18,8 @@ import torch
 from vescale_fn import trace_errors as errors
 from vescale_fn.array import Array
 from vescale_fn.functional import annotate, functionalized, is_functional, record_call, unseen
-from vescale_fn.fx_graph import graph_of_fx, identifier
+from vescale_fn.fx_graph import graph_of_fx
+from vescale_fn.names import identifier
 from vescale_fn.sharding.graph import Graph, Var
 from vescale_fn.source import Lines, source_of_traceback
 from vescale_fn.trace_errors import TraceError

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vescale_fn.names import Names
 from vescale_fn.program import LocalDim
 from vescale_fn.sharding.comm import (
     AllGather,
@@ -40,19 +40,11 @@ class Builder:
     """Local equations of one graph in the making, with a layout for every Var and unique names."""
 
     layouts: dict[Var, Layout]
-    names: set[str]
+    names: Names
     eqns: list[Eqn] = field(default_factory=list)
 
-    def fresh(self, name: str) -> str:
-        """`name`, or the first of name_2, name_3, ... that is free."""
-        stem, unique, i = re.sub(r"_\d+$", "", name), name, 2
-        while unique in self.names:
-            unique, i = f"{stem}_{i}", i + 1
-        self.names.add(unique)
-        return unique
-
     def var(self, name: str, shape: Sequence[int], dtype: Any, layout: Layout | None) -> Var:
-        v = Var(self.fresh(name), tuple(shape), dtype)
+        v = Var(self.names.fresh(name), tuple(shape), dtype)
         if layout is not None and v.is_tensor:
             self.layouts[v] = layout
         return v

@@ -14,7 +14,7 @@ from vescale_fn.localize.context import Context, Handler, local_dim
 from vescale_fn.localize.index import local_args
 from vescale_fn.sharding.graph import Var
 from vescale_fn.sharding.layout import Layout
-from vescale_fn.sharding.rules import conv
+from vescale_fn.sharding.rules import attention, conv, fft
 from vescale_fn.sharding.rules.registry import operand_slots
 
 aten = torch.ops.aten
@@ -69,14 +69,7 @@ def _result_shape(name: str) -> Change:
 
 _RESAMPLE = [op for op in conv.ENTRIES if "upsample" in str(op)]
 _REFUSE_EMPTY = [
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_flash_attention_backward.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_efficient_attention_backward.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_cudnn_attention_backward.default,
+    *attention.ENTRIES,
     aten.native_batch_norm.default,
     aten.native_batch_norm_backward.default,
     aten._native_batch_norm_legit.no_stats,
@@ -102,9 +95,7 @@ _REFUSE_EMPTY = [
     aten.pixel_unshuffle.default,
     aten.im2col.default,
     aten.col2im.default,
-    aten._fft_c2c.default,
-    aten._fft_r2c.default,
-    aten._fft_c2r.default,
+    *fft.ENTRIES,
 ]
 
 HANDLERS: dict[Any, Handler] = {
