@@ -19,6 +19,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from vescale_fn.sharding.layout import Kind, Layout
 
 
@@ -126,6 +128,22 @@ Local = Slice | ToPartial
 Comm = Collective | Local
 COLLECTIVES = (AllReduce, AllGather, ReduceScatter, AllToAll, Permute, Exchange)
 COMMS = (*COLLECTIVES, Slice, ToPartial)
+
+
+def identity(kind: Kind, dtype: torch.dtype) -> float | int | bool:
+    """The value that a reduction of `kind` ignores.
+
+    >>> identity("max", torch.float32), identity("min", torch.int8), identity("max", torch.bool)
+    (-inf, 127, False)
+    """
+    if kind == "sum":
+        return 0
+    if dtype == torch.bool:
+        return kind == "min"
+    if dtype.is_floating_point:
+        return float("-inf") if kind == "max" else float("inf")
+    limits = torch.iinfo(dtype)
+    return int(limits.min if kind == "max" else limits.max)
 
 
 def comm_name(comm: Comm) -> str:

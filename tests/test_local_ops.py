@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from vescale_fn import local_ops
 from vescale_fn.inline import Inliner
 from vescale_fn.local_ops import Runs
+from vescale_fn.sharding.layout import Kind
 
 SIZE = 7
 SETTINGS = settings(max_examples=60, deadline=None)
@@ -172,22 +173,22 @@ def test_a_position_outside_raises_on_every_rank(owned: Runs, index: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("fill", "dtype", "value"),
+    ("kind", "dtype", "value"),
     [
-        ("zero", torch.float32, 0.0),
-        ("lowest", torch.float32, -float("inf")),
-        ("highest", torch.int32, 2**31 - 1),
-        ("lowest", torch.bool, False),
+        ("sum", torch.float32, 0.0),
+        ("max", torch.float32, -float("inf")),
+        ("min", torch.int32, 2**31 - 1),
+        ("max", torch.bool, False),
     ],
 )
-def test_a_rank_that_holds_nothing_has_what_changes_nothing(fill: str, dtype: torch.dtype, value: object) -> None:
-    got = local_ops.unless_empty("amax.default", [(2,)], [dtype], fill, torch.empty(2, 0, dtype=dtype), [1])
+def test_a_rank_that_holds_nothing_has_what_changes_nothing(kind: Kind, dtype: torch.dtype, value: object) -> None:
+    got = local_ops.unless_empty("amax.default", [(2,)], [dtype], kind, torch.empty(2, 0, dtype=dtype), [1])
     assert got.equal(torch.full((2,), value, dtype=dtype))
 
 
 def test_results_that_are_not_made_stay_none() -> None:
     shapes, dtypes = [(0,), None], [torch.float32, None]
-    assert local_ops.unless_empty("sort.default", shapes, dtypes, "zero", torch.empty(0))[1] is None
+    assert local_ops.unless_empty("sort.default", shapes, dtypes, "sum", torch.empty(0))[1] is None
 
 
 def test_their_text_stands_alone() -> None:

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from vescale_fn.sharding.comm import identity
+from vescale_fn.sharding.layout import Kind
+
 Tensor = torch.Tensor
 Runs = tuple[tuple[int, int], ...]
 
@@ -276,14 +279,14 @@ def unless_empty(
     op: str,
     shapes: Sequence[Sequence[int] | None],
     dtypes: Sequence[Any],
-    fill: str,
+    kind: Kind,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     """Run `aten.<op>` unless this rank's part of an operand is empty; then its results are tensors of `shapes` (None
-    for results that are not made) that change nothing: `fill` is "zero", "lowest" or "highest".
+    for results that are not made) that change nothing in a reduction of `kind`.
 
-    >>> unless_empty("amax.default", [()], [torch.float32], "lowest", torch.ones(0))
+    >>> unless_empty("amax.default", [()], [torch.float32], "max", torch.ones(0))
     tensor(-inf)
     """
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
@@ -292,19 +295,7 @@ def unless_empty(
         return getattr(getattr(aten, packet), overload)(*args, **kwargs)
     device = tensors[0].device
     out = tuple(
-        None if shape is None else torch.full(shape, _identity(fill, dtype), dtype=dtype, device=device)
+        None if shape is None else torch.full(shape, identity(kind, dtype), dtype=dtype, device=device)
         for shape, dtype in zip(shapes, dtypes)
     )
     return out if len(out) > 1 else out[0]
-
-
-def _identity(fill: str, dtype: torch.dtype) -> float | int | bool:
-    if fill == "zero":
-        return 0
-    highest = fill == "highest"
-    if dtype is torch.bool:
-        return highest
-    if dtype.is_floating_point:
-        return float("inf") if highest else -float("inf")
-    info = torch.iinfo(dtype)
-    return info.max if highest else info.min

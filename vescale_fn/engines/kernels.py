@@ -22,6 +22,7 @@ from vescale_fn.sharding.comm import (
     Permute,
     ReduceScatter,
     common_runs,
+    identity,
 )
 from vescale_fn.sharding.layout import Kind
 from vescale_fn.sharding.mesh import MeshShape
@@ -63,22 +64,6 @@ def own_slice(x: Tensor, dim: int, pre: int, start: int, length: int) -> Tensor:
 def to_partial(x: Tensor, kind: Kind, index: int) -> Tensor:
     """A whole value as a pending reduction: member 0 keeps it, the others hold the identity of `kind`."""
     return x if index == 0 else torch.full_like(x, identity(kind, x.dtype), memory_format=torch.contiguous_format)
-
-
-def identity(kind: Kind, dtype: torch.dtype) -> float | int | bool:
-    """The value that a reduction of `kind` ignores.
-
-    >>> identity("max", torch.float32), identity("min", torch.int8), identity("max", torch.bool)
-    (-inf, 127, False)
-    """
-    if kind == "sum":
-        return 0
-    if dtype == torch.bool:
-        return kind == "min"
-    if dtype.is_floating_point:
-        return float("-inf") if kind == "max" else float("inf")
-    limits = torch.iinfo(dtype)
-    return int(limits.min if kind == "max" else limits.max)
 
 
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}

@@ -13,7 +13,7 @@ from vescale_fn import local_ops
 from vescale_fn.localize.context import Context, Handler, local_dim
 from vescale_fn.localize.index import local_args
 from vescale_fn.sharding.graph import Var
-from vescale_fn.sharding.layout import Layout
+from vescale_fn.sharding.layout import Kind, Layout
 from vescale_fn.sharding.rules import attention, conv, fft
 from vescale_fn.sharding.rules.registry import operand_slots
 
@@ -22,8 +22,9 @@ aten = torch.ops.aten
 Change = Callable[[Context, dict[str, Any]], dict[str, Any]]  # arguments that change on a rank
 
 
-def _kernel(change: Change | None = None, fill: str = "zero") -> Handler:
-    """The same operation with changed arguments. `fill`: what results are where a rank holds nothing."""
+def _kernel(change: Change | None = None, kind: Kind = "sum") -> Handler:
+    """The same operation with changed arguments. Where a rank holds nothing, results are what a reduction of `kind`
+    ignores."""
 
     def handler(ctx: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Var, ...]:
         if change is not None:
@@ -36,7 +37,7 @@ def _kernel(change: Change | None = None, fill: str = "zero") -> Handler:
         shapes = [ctx.local_shape(x) if v.is_tensor else None for x, v in zip(ctx.outs, ctx.eqn.outs)]
         dtypes = [v.dtype if v.is_tensor else None for v in ctx.eqn.outs]
         name = str(ctx.eqn.op).removeprefix("aten.")
-        return ctx.emit(local_ops.unless_empty, (name, shapes, dtypes, fill, *args), kwargs)
+        return ctx.emit(local_ops.unless_empty, (name, shapes, dtypes, kind, *args), kwargs)
 
     return handler
 
@@ -100,8 +101,8 @@ _REFUSE_EMPTY = [
 
 HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys(_REFUSE_EMPTY, _kernel()),
-    **dict.fromkeys([aten.amax.default, aten.max.default], _kernel(fill="lowest")),
-    **dict.fromkeys([aten.amin.default, aten.min.default], _kernel(fill="highest")),
+    **dict.fromkeys([aten.amax.default, aten.max.default], _kernel(kind="max")),
+    **dict.fromkeys([aten.amin.default, aten.min.default], _kernel(kind="min")),
     **dict.fromkeys([aten.native_group_norm.default, aten.native_group_norm_backward.default], _kernel(_group_norm)),
     **dict.fromkeys([aten.convolution.default, aten.convolution_backward.default], _kernel(_convolution)),
     **{op: _kernel(_result_shape("input_size")) for op in _RESAMPLE if "backward" in str(op)},
