@@ -7,17 +7,32 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from gpt import FSDP, MEGATRON, Sizes, init, make_step, on_mesh
+from torch.func import grad
 
 import vescale_fn as vf
 from vescale_fn.engines import engine_for
 from vescale_fn.fused import IN_PLACE
+from vescale_fn.liveness import waits
 from vescale_fn.memory import peak_bytes
 from vescale_fn.partition import partition
-from vescale_fn.passes import PASSES, bucket, drop_dead_equations, optimize, reduce_early, regather, share_common
+from vescale_fn.passes import (
+    PASSES,
+    bucket,
+    drop_dead_equations,
+    gather_ahead,
+    optimize,
+    reduce_early,
+    regather,
+    share_common,
+    view_late,
+)
+from vescale_fn.passes.bucket import bucket_bytes
 from vescale_fn.program import Program
 from vescale_fn.sharding.comm import AllGather, AllReduce
 from vescale_fn.sharding.rules import rule_for
+from vescale_fn.sharding.work import is_heavy
 from vescale_fn.tree import flatten
 
 S = Sizes(layers=1)
@@ -68,7 +83,7 @@ def test_equal_local_equations_of_different_layouts_stay_apart() -> None:
 
 
 def test_dead_equations_are_dropped() -> None:
-    low, program, _ = raw("dp")
+    _, program, _ = raw("dp")
     assert len(drop_dead_equations(program).graph.eqns) <= len(program.graph.eqns)
     x = vf.device_put(torch.ones(4), "a", vf.make_mesh(dp=2))
     assert vf.pjit(lambda x: (torch.sin(x), x + 1)[1]).lower(x).as_text().count("sin") == 0
@@ -98,6 +113,39 @@ def test_buckets_are_as_large_as_the_limit_allows(limit: int) -> None:
     assert len(sizes) == 1 if limit == 2**30 else len(sizes) > 1
 
 
+def test_buckets_are_large_enough_to_pay_and_small_enough_to_overlap() -> None:
+    mib = 2**20
+    assert [bucket_bytes(n * mib) // mib for n in (0, 1, 8, 80, 200, 10_000)] == [1, 1, 1, 10, 25, 25]
+
+
+def test_gradients_travel_while_backward_goes_on() -> None:
+    """The gradient of a weight in F.linear is a transposed product, which nobody looks at before the update."""
+
+    def step(w: list[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
+        grads = grad(lambda w: F.linear(F.linear(x, w[0]).relu(), w[1]).sum())(w)
+        return [p - g for p, g in zip(w, grads)]
+
+    mesh = vf.make_mesh(dp=2)
+    w, x = [torch.ones(4, 4), torch.ones(4, 4)], torch.ones(2, 4)
+    low = vf.pjit(step).lower(vf.device_put(w, "...", mesh), vf.device_put(x, "b/dp d", mesh))
+    program = reduce_early(partition(low.plan, rule_for))
+    graph = view_late(program).graph
+    last = max(i for i, e in enumerate(graph.eqns) if is_heavy(e))
+    assert all(end < last for end in waits(program.graph).values())
+    assert max(waits(graph).values()) > last
+
+
+@pytest.mark.parametrize("limit", [0, 2**12, 2**30])
+def test_parameters_are_gathered_one_group_ahead(limit: int) -> None:
+    _, program, _ = raw("fsdp")
+    eqns = gather_ahead(share_common(program), limit).graph.eqns
+    groups = [e for e in eqns if isinstance(e.op, AllGather)]
+    assert sum(len(e.operands) for e in groups) == len(flatten(init(S))[0])
+    assert len(groups) == 1 if limit == 2**30 else len(groups) > 1
+    needed = [next(i for i, e in enumerate(eqns) if set(e.reads) & set(g.outs)) for g in groups]
+    assert all(eqns.index(group) < before for group, before in zip(groups[1:], needed))
+
+
 def test_donated_state_is_updated_in_place() -> None:
     args = on_mesh(S, vf.make_mesh(dp=2), {"*": "..."}, "b/dp s")
     in_place = set(IN_PLACE.values())
@@ -110,7 +158,7 @@ def test_donated_state_is_updated_in_place() -> None:
 def test_gathering_again_trades_bytes_for_memory() -> None:
     low, program, _ = raw("fsdp")
     kept, again = optimize(program), optimize(program, gather_again=True)
-    gathers = [sum(isinstance(e.op, AllGather) for e in p.graph.eqns) for p in (kept, again)]
+    gathers = [sum(len(e.operands) for e in p.graph.eqns if isinstance(e.op, AllGather)) for p in (kept, again)]
     weights = sum(p.ndim == 2 for p in flatten(init(S))[0]) - 2  # the embeddings' backward does not read them
     assert gathers[1] >= gathers[0] + weights
     one = dict.fromkeys(low.program.mesh.names, 0)

@@ -76,3 +76,7 @@ class Program:
     origin: Mapping[Var, Var] = field(default_factory=dict)  # local Var -> the Var of the global graph it is a part of
     donated: frozenset[int] = frozenset()  # indices of inputs whose storage may be reused
     messages: tuple[str, ...] = ()
+
+    def local_bytes(self, v: Var) -> int:
+        """Bytes of v on the rank that holds most of it."""
+        return self.layouts[v].max_local_numel * int(v.dtype.itemsize)

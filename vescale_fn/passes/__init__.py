@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from vescale_fn.passes.ahead import gather_ahead
 from vescale_fn.passes.bucket import bucket
 from vescale_fn.passes.common import share_common
 from vescale_fn.passes.dead import drop_dead_equations
 from vescale_fn.passes.early import reduce_early
 from vescale_fn.passes.in_place import update_in_place
+from vescale_fn.passes.late import view_late
 from vescale_fn.passes.regather import regather
 from vescale_fn.program import Program
 
-PASSES = (share_common, drop_dead_equations, reduce_early, bucket, update_in_place)
+PASSES = (share_common, drop_dead_equations, gather_ahead, reduce_early, bucket, view_late, update_in_place)
 
 
 def optimize(program: Program, *, gather_again: bool = False) -> Program:
@@ -24,9 +26,11 @@ __all__ = [
     "PASSES",
     "bucket",
     "drop_dead_equations",
+    "gather_ahead",
     "optimize",
     "reduce_early",
     "regather",
     "share_common",
     "update_in_place",
+    "view_late",
 ]

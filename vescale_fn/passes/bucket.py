@@ -7,22 +7,36 @@ same phase do not matter: they wait with the bucket, and are computed behind it.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from vescale_fn.program import Program
-from vescale_fn.sharding.comm import AllReduce
+from vescale_fn.sharding.comm import AllReduce, ReduceScatter
 from vescale_fn.sharding.graph import Eqn, Var
 from vescale_fn.sharding.work import is_heavy
 
-BUCKET_BYTES = 25 * 2**20  # the size that DDP sends at once
+LARGEST = 25 * 2**20  # bytes, what DDP sends at once
+SMALLEST = 2**20  # below, what a transfer costs does not depend on its size
+PARTS = 8  # of which all but the last travel while others are computed
 
 
-def bucket(program: Program, limit: int = BUCKET_BYTES) -> Program:
-    """AllReduces over the same axes, of the same kind, dtype and phase, merged into buckets of about `limit` bytes."""
-    merger = _Merger(program, limit)
+def bucket_bytes(total: int) -> int:
+    """The size of a bucket when `total` bytes travel in a phase."""
+    return min(LARGEST, max(SMALLEST, total // PARTS))
+
+
+def bucket(program: Program, limit: int | None = None) -> Program:
+    """AllReduces and ReduceScatters over the same axes, of the same kind, dtype and phase, merged into buckets of about
+    `limit` bytes."""
+    totals: Counter[Any] = Counter()
+    for e in program.graph.eqns:
+        if (key := _bucket_key(e)) is not None:
+            totals[key] += program.local_bytes(e.operands[0])
+    merger = _Merger(program, {key: bucket_bytes(n) if limit is None else limit for key, n in totals.items()})
     for e in program.graph.eqns:
         merger.add(e)
     for key in list(merger.open):
@@ -43,7 +57,7 @@ class _Bucket:
 @dataclass(eq=False)
 class _Merger:
     program: Program
-    limit: int
+    limits: Mapping[Any, int]
     eqns: list[Eqn] = field(default_factory=list)
     open: dict[Any, _Bucket] = field(default_factory=dict)
     owner: dict[Var, Any] = field(default_factory=dict)  # value that waits -> key of its bucket
@@ -63,7 +77,7 @@ class _Merger:
         members = self.open.setdefault(key, _Bucket()).members
         members.append(e)
         self.owner[e.outs[0]] = key
-        if sum(self.nbytes(m.operands[0]) for m in members) >= self.limit:
+        if sum(self.program.local_bytes(m.operands[0]) for m in members) >= self.limits[key]:
             self.send(key)
 
     def send(self, key: Any) -> None:
@@ -72,11 +86,8 @@ class _Merger:
         for e in (*done.members, *done.waiting):
             for v in e.outs:
                 self.owner.pop(v)
-        self.eqns.append(_merged(done.members))
+        self.eqns.append(merged(done.members))
         self.eqns += done.waiting
-
-    def nbytes(self, v: Var) -> int:
-        return self.program.layouts[v].max_local_numel * int(v.dtype.itemsize)
 
 
 def _can_wait(e: Eqn, phase: str) -> bool:
@@ -85,12 +96,13 @@ def _can_wait(e: Eqn, phase: str) -> bool:
 
 def _bucket_key(e: Eqn) -> Any:
     """Collectives with equal keys may travel together; None for what travels alone."""
-    if isinstance(e.op, AllReduce) and len(e.operands) == 1:
+    if isinstance(e.op, (AllReduce, ReduceScatter)) and len(e.operands) == 1:
         return (e.op, e.operands[0].dtype, e.phase)
     return None
 
 
-def _merged(members: list[Eqn]) -> Eqn:
+def merged(members: list[Eqn]) -> Eqn:
+    """One collective in the place of several."""
     if len(members) == 1:
         return members[0]
     return replace(members[0], args=tuple(e.operands[0] for e in members), outs=tuple(e.outs[0] for e in members))
