@@ -20,7 +20,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 FILES = ("README.md", "docs/specs.md")
 PROGRAM = re.compile(
-    r"```python\n(?P<code>.*?)```\n(?P<marker><!-- output of the program above -->\n)```\n(?P<output>.*?)```\n<!-- end -->",
+    r"```python\n(?P<code>.*?)```\n(?P<marker><!-- output of the program above -->\n)"
+    r"```\n(?P<output>.*?)```\n<!-- end -->",
     re.DOTALL,
 )
 RATIOS = re.compile(r"(<!-- measured by make bench -->\n).*?(<!-- end -->)", re.DOTALL)

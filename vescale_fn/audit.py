@@ -71,7 +71,7 @@ def _digests(x: Array) -> dict[int, bytes]:
 
 def _digest(part: torch.Tensor) -> bytes:
     data = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(memoryview(data.numpy()), digest_size=16).digest()
+    return hashlib.blake2b(data.numpy().tobytes(), digest_size=16).digest()
 
 
 def _everywhere(own: Mapping[str, dict[int, bytes]], example: Array | None) -> Mapping[str, Mapping[int, bytes]]:
