@@ -7,6 +7,7 @@ before it left, so only the last can be taken out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,37 @@ def nest(layout: Layout, dim: int) -> tuple[str, ...]:
 def factor(layout: Layout, dim: int) -> int:
     """The size of the uneven leading factor of `dim`, 0 when the dim is even."""
     return max((s.uneven for _, s in layout.shards(dim)), default=0)
+
+
+def factors(layout: Layout, dim: int) -> tuple[tuple[int, tuple[str, ...], bool], ...]:
+    """The factors of a dim that is not ragged, major to minor: size, the axes that divide it, and whether perhaps
+    unevenly. Raises ValueError where digits of two axes overlap.
+
+    >>> from vescale_fn.sharding.mesh import MeshShape
+    >>> factors(Layout.of(MeshShape(("tp",), (4,)), (24,), {"tp": Shard(0, 3)}), 0)
+    ((3, (), False), (8, ('tp',), False))
+    """
+    lead, inside = factor(layout, dim), nest(layout, dim)
+    found = [(lead, inside, True)] if lead else []
+    shards, done = layout.shards(dim)[len(inside) :], lead or 1  # done: the product of the sizes so far
+    while shards:
+        pre = shards[0][1].pre
+        if pre % done:
+            raise ValueError(f"The axes that cut dim {dim} of {layout} overlap.")
+        if pre > done:
+            found.append((pre // done, (), False))
+        axes, done = [], pre
+        while shards and shards[0][1].pre == done:
+            axes.append(shards[0][0])
+            done, shards = done * layout.mesh[axes[-1]], shards[1:]
+        if shards and shards[0][1].pre % done == 0:
+            done = shards[0][1].pre
+        found.append((done // pre, tuple(axes), False))
+    size = layout.shape[dim]
+    if not found or (lead and len(found) == 1 and lead != size):
+        found.append((1, (), False))
+    _, of_last, uneven = found.pop()  # whose size is what the others leave of the dim
+    return (*found, (size // math.prod(n for n, _, _ in found), of_last, uneven))
 
 
 def exists(layout: Layout) -> bool:

@@ -207,6 +207,7 @@ def op_name(op: Any) -> str:
 
 
 def str_eqn(e: Eqn) -> str:
+    """`y:f32[4] = aten.exp(x)`, indented."""
     args = [repr(a) for a in e.args] + [f"{k}={v!r}" for k, v in e.kwargs.items()]
     outs = ", ".join(f"{v}:{type_text(v)}" for v in e.outs)
     return f"  {outs} = {op_name(e.op)}({', '.join(args)})"

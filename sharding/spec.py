@@ -161,11 +161,6 @@ class Spec:
         for entry in self.state:
             yield from entry.axes
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a '?' leaves a choice to the solver."""
-        return OPEN in self.axes
-
     def with_sizes(self, sizes: Mapping[str, int | Sequence[int]]) -> Spec:
         """The same spec with the sizes of factors inside groups, and named units, written inline.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vescale_fn.sharding.digits import factors
 from vescale_fn.sharding.forms import letter
 from vescale_fn.sharding.grammar import parse
 from vescale_fn.sharding.layout import Layout, Ragged
@@ -50,30 +51,11 @@ def _ragged(layout: Layout, dim: int, names: Sequence[str]) -> tuple[Factor | Gr
 
 
 def _even(layout: Layout, dim: int, name: str) -> Factor | Group:
-    """A dim whose factors are cut: sizes as literals, and the name for the last factor."""
-    factors: list[Factor] = []
-    done = 1  # product of the sizes of the factors so far
-    shards = list(layout.shards(dim))
-    lead = max((s.uneven for _, s in shards), default=0)
-    if lead:
-        axes = [a for a, s in shards if s.uneven or s.pre < lead]
-        factors.append(Factor("", lead, Cut(), tuple(axes)))
-        shards, done = shards[len(axes) :], lead
-    while shards:
-        pre = shards[0][1].pre
-        if pre % done:
-            raise ValueError(f"No spec can say {layout}: the axes that cut dim {dim} overlap.")
-        if pre > done:
-            factors.append(Factor("", pre // done))
-        axes, done = [], pre
-        while shards and shards[0][1].pre == done:
-            axes.append(shards.pop(0)[0])
-            done *= layout.mesh[axes[-1]]
-        if shards and shards[0][1].pre % done == 0:
-            done = shards[0][1].pre
-        factors.append(Factor("", done // pre, axes=tuple(axes)))
-    if not factors or (lead and len(factors) == 1 and lead != layout.shape[dim]):
-        factors.append(Factor(name))
-    else:  # the last factor is what is left of the dim, so it needs no size
-        factors[-1] = Factor(name, cut=factors[-1].cut, axes=factors[-1].axes)
-    return factors[0] if len(factors) == 1 else Group(tuple(factors))
+    """A dim whose factors are cut: sizes as literals, but for the last factor, which has the name."""
+    try:
+        parts = factors(layout, dim)
+    except ValueError as e:
+        raise ValueError(f"No spec can say {layout}: the axes that cut dim {dim} overlap.") from e
+    cut = [Factor("", size, Cut() if uneven else None, axes) for size, axes, uneven in parts]
+    cut[-1] = Factor(name, cut=cut[-1].cut, axes=cut[-1].axes)  # what is left of the dim needs no size
+    return cut[0] if len(cut) == 1 else Group(tuple(cut))

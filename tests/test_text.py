@@ -65,6 +65,7 @@ def test_sub_programs_are_indented() -> None:
         ({"tp": Ragged(0, (1, 0, 3, 2))}, "[24~[1, 0, 3, 2]/tp, 5]"),
         ({"dp": Ragged(0, (1, 3), last=1)}, "[120~[1, 3]/dp]"),
         ({"dp": Partial(), "tp": Partial("max")}, "[24, 5] {sum: dp, max: tp}"),
+        ({"tp": Shard(0, 1, uneven=6)}, "[(6~/tp 4), 5]"),
     ],
 )
 def test_layouts(states: dict[str, object], text: str) -> None:

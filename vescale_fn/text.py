@@ -9,6 +9,7 @@ from typing import Any
 from vescale_fn.cost_report import bytes_sent
 from vescale_fn.program import AxisIndex, LocalDim, Owned, Program
 from vescale_fn.sharding.comm import COLLECTIVES, COMMS, Exchange, Permute, comm_name
+from vescale_fn.sharding.digits import factors
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, dtype_text, op_name
 from vescale_fn.sharding.layout import Layout, Ragged
 from vescale_fn.sharding.mesh import axes_text
@@ -127,26 +128,8 @@ def _dim_text(layout: Layout, dim: int) -> str:
     for axis, state in zip(layout.mesh.names, layout.states):
         if isinstance(state, Ragged) and state.dim == dim:
             return f"{size}~{list(state.units)}/{axis}"
-    factors = _factors(layout, dim)
-    return factors[0] if len(factors) == 1 else f"({' '.join(factors)})"
-
-
-def _factors(layout: Layout, dim: int) -> list[str]:
-    """The factors of a dim, major to minor: a new one starts wherever an axis does not continue the one before."""
-    starts: list[tuple[int, list[str], bool]] = [(1, [], False)]
-    position = 1
-    for axis, state in layout.shards(dim):
-        if state.pre != position and not state.uneven:
-            starts.append((state.pre, [], False))
-        start, axes, uneven = starts[-1]
-        starts[-1] = (start, [*axes, axis], uneven or bool(state.uneven))
-        position = state.pre * layout.mesh[axis]
-    ends = [s[0] for s in starts[1:]] + [layout.shape[dim]]
-    sizes = [end // start for (start, _, _), end in zip(starts, ends)]
-    return [
-        f"{size}{'~' * uneven}" + (f"/{axes_text(axes)}" if axes else "")
-        for size, (_, axes, uneven) in zip(sizes, starts)
-    ]
+    parts = [f"{n}{'~' * uneven}" + (f"/{axes_text(axes)}" if axes else "") for n, axes, uneven in factors(layout, dim)]
+    return parts[0] if len(parts) == 1 else f"({' '.join(parts)})"
 
 
 def _argument(a: Any) -> str:
