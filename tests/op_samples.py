@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from vescale_fn.sharding.graph import dtype_text
+from vescale_fn.sharding.rules.pointwise import is_pointwise
 
 aten = torch.ops.aten
 
@@ -331,13 +332,14 @@ FFT = [
 
 
 def pointwise_ops() -> Iterator[Any]:
-    """Every overload that torch declares pointwise and that changes none of its arguments."""
+    """Every overload that torch declares pointwise, that changes none of its arguments and draws no random numbers."""
     for name in dir(aten):
         packet = getattr(aten, name)
         if isinstance(packet, torch._ops.OpOverloadPacket):
             for overload in packet.overloads():
                 op = getattr(packet, overload)
-                if torch.Tag.pointwise in op.tags and not op._schema.is_mutable:
+                random = torch.Tag.nondeterministic_seeded in op.tags
+                if is_pointwise(op) and not random and not op._schema.is_mutable:
                     yield op
 
 

@@ -26,8 +26,11 @@ def elementwise(eqn: Eqn, linear: Iterable[Slots] = (), through: Slots = ()) -> 
 
 
 def is_pointwise(op: Any) -> bool:
-    """Whether torch declares that `op` works on each element alone."""
-    return isinstance(op, torch._ops.OpOverload) and torch.Tag.pointwise in op.tags
+    """Whether torch declares that `op` works on each element alone. (It says so of aten.equal, too, whose result is a
+    bool and no tensor.)"""
+    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.pointwise not in op.tags:
+        return False
+    return all("Tensor" in str(r.type) for r in op._schema.returns)
 
 
 def _linear_in(*groups: set[str]) -> Entry:
