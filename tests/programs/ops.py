@@ -1,8 +1,9 @@
 """The statements that random programs are made of, by family.
 
 `Op("F.embedding({i}, {w})", w="v d", i="i<v: ...")` is a statement with two operands. An operand's pattern names its
-dims: a letter has one size in all of a statement, a number is a size, `...` any dims. Before a colon stands the kind:
-f float (when not named), i integer, b bool, c complex; `i<v` are integers below the size of v.
+dims: a letter has one size in all of a statement (not 0 when it is a capital), a number is a size, `...` any dims.
+Before a colon stands the kind: f float (when not named), i integer, b bool, c complex; `i<v` are integers below the
+size of v.
 
 In a text also stand, drawn where they are named: {d} and {e}, different dims of the first operand; {j} and {k}, a
 position in {d} and a length; {j0}, a position in its first dim; {s} a shift; {bool}; {n[v]} the size of a letter;
@@ -245,8 +246,8 @@ CONV = [
     op("F.adaptive_avg_pool2d({x}, 2)", x="n c 4 3"),
     op("F.adaptive_avg_pool1d({x}, 1)", x="n c 4"),
     op("F.adaptive_max_pool2d({x}, 2)", x="n c 4 4"),
-    op("F.interpolate({x}, scale_factor=2)", x="n c 3"),
-    op("F.interpolate({x}, scale_factor=2, mode='bilinear')", x="n c 2 3"),
+    op("F.interpolate({x}, scale_factor=2)", x="N C 3"),
+    op("F.interpolate({x}, scale_factor=2, mode='bilinear')", x="N C 2 3"),
 ]
 
 ATTENTION = [

@@ -55,6 +55,8 @@ class Sizes:
         for name, size in zip(dims, shape):
             if (int(name) if name.isdigit() else letters.setdefault(name, size)) != size:
                 return None
+            if name.isupper() and not size:
+                return None
         return Sizes(letters, rest)
 
     def fill(self, dims: Sequence[str], draw: Draw) -> Shape:
@@ -68,7 +70,7 @@ class Sizes:
                 shape += [n if draw(st.integers(0, 3)) else 1 for n in part]
             else:
                 known = int(name) if name.isdigit() else self.letters.get(name)
-                shape.append(draw(_SIZES) if known is None else known)
+                shape.append((draw(_SIZES) or int(name.isupper())) if known is None else known)
                 if not name.isdigit():
                     self.letters[name] = shape[-1]
         return tuple(shape)
