@@ -112,9 +112,17 @@ class Builder:
             names[name], sizes = self._operand(Pattern.of(text), sizes)
         result = f"v{len(self.lines)}"
         first = self.values[next(iter(names.values()))]
-        given = {**names, "n": sizes.letters, "v": result}
+        given = {k: self._constrained(name) for k, name in names.items()} | {"n": sizes.letters, "v": result}
         text = op.text.format_map(_Holes(self.draw, given, tuple(first.shape), self.mesh))
         return text if "{v}" in op.text else f"{result} = {text}"
+
+    def _constrained(self, name: str) -> str:
+        """The value itself, or the value in a layout of its own."""
+        if self.draw(st.integers(0, 5)):
+            return name
+        value = self.values[name]
+        spec = spec_for(self.draw, tuple(value.shape), self.mesh, partial=value.dtype is not torch.bool)
+        return f"vf.reshard({name}, {spec!r})"
 
     def _operand(self, pattern: Pattern, sizes: Sizes) -> tuple[str, Sizes]:
         """A value that the pattern fits, or a new input; and what the pattern's letters are then."""
