@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from torch.func import grad
 
 import vescale_fn.sharding.solve as solve_module
-from vescale_fn.normalize import drop_metadata_reads
 from vescale_fn.sharding.choice import AxisProblem
 from vescale_fn.sharding.classes import classes_of, each_alone
 from vescale_fn.sharding.digits import exists
@@ -117,8 +116,7 @@ def plan_of(
 def traced(fn: Callable[..., Any], *shapes: Sequence[int]) -> Graph:
     """The graph of a function of f32 tensors, called a, b, c, ..."""
     avals = [Aval(tuple(s), torch.float32) for s in shapes]
-    graph = trace_flat(lambda *a: list(fn(*a)), avals, names="abcdefghij"[: len(shapes)]).graph
-    return drop_metadata_reads(graph)
+    return trace_flat(lambda *a: list(fn(*a)), avals, names="abcdefghij"[: len(shapes)]).graph
 
 
 def conversions(plan: Plan) -> list[tuple[str, str, Var, State, State]]:

@@ -13,7 +13,7 @@ from test_package import ROOT, sources
 LAYERS = {
     "sharding": "sharding",
     "values": "names program errors tree mesh shardings array array_text",
-    "trace": "trace trace_errors trace_modes ambient source functional strided fx_graph normalize dead_code interpret "
+    "trace": "trace trace_errors trace_modes ambient source functional strided fx_graph dead_code interpret "
     "decompositions decompositions_norm primitives subprogram form loop split",
     "partition": "decompose fused register local_ops localize partition",
     "optimize": "liveness passes",

@@ -21,8 +21,25 @@ aten = torch.ops.aten
 # Results that are their first operand, once nothing is written in place.
 _SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
 
-# What is left of writes in place that overwrite the whole tensor: a value that depends on the old one in shape only.
-_FILLS: dict[Any, Callable[[Any], Any]] = {aten.zero.default: lambda args: 0, aten.fill.Scalar: lambda args: args[1]}
+# What reads only the shape of its operand, and the number that it fills the result with: factories, and what is left of
+# writes that overwrite the whole tensor. As they are they would tie the layout of the result to a tensor never read.
+_FILLS: dict[Any, Callable[[Any], Any]] = {
+    **dict.fromkeys(
+        [
+            aten.zero.default,
+            aten.zeros.default,
+            aten.zeros_like.default,
+            aten.new_zeros.default,
+            aten.empty_like.default,
+            aten.new_empty.default,
+            aten.new_empty_strided.default,
+        ],
+        lambda args: 0,
+    ),
+    **dict.fromkeys([aten.ones.default, aten.ones_like.default, aten.new_ones.default], lambda args: 1),
+    **dict.fromkeys([aten.fill.Scalar, aten.full_like.default], lambda args: args[1]),
+    aten.new_full.default: lambda args: args[2],
+}
 
 
 def graph_of_fx(gm: GraphModule, names: Sequence[str]) -> Graph:

@@ -6,12 +6,10 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from vescale_fn.dead_code import drop_dead
 from vescale_fn.decompose import decompose_eqn, splice
 from vescale_fn.decompositions import ON_INTENT
 from vescale_fn.fused import RULES as UPDATE_RULES
 from vescale_fn.lowered import Lowered, Request
-from vescale_fn.normalize import drop_metadata_reads
 from vescale_fn.partition import partition
 from vescale_fn.passes import optimize
 from vescale_fn.plan_cache import PlanCache
@@ -36,7 +34,7 @@ def lower(name: str, traced: Traced, request: Request, cache_dir: Path | None = 
     def rule(e: Eqn) -> Rule | None:
         return rule_for(e, extra)
 
-    graph = prepare(traced.graph, request, rule)
+    graph = split_on_intent(traced.graph, request, rule)
     if cache_dir is None:
         plan = _solved(graph, request, rule)
     else:
@@ -60,11 +58,6 @@ def _solved(graph: Graph, request: Request, rule: RuleFor) -> Plan:
         rule_for=rule,
         continues={o: graph.inputs[i] for o, i in request.continues.items()},
     )
-
-
-def prepare(graph: Graph, request: Request, rule: RuleFor) -> Graph:
-    """The graph that the solver sees: no metadata reads, no dead code, operations split where a layout asks for it."""
-    return split_on_intent(drop_dead(drop_metadata_reads(graph)), request, rule)
 
 
 def split_on_intent(graph: Graph, request: Request, rule: RuleFor) -> Graph:
