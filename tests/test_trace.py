@@ -402,6 +402,7 @@ def test_factories_read_no_tensor_and_keep_its_device() -> None:
     avals = [Aval((3,), torch.float32, "cuda")]
     fns = [torch.zeros_like, torch.ones_like, lambda x: torch.full_like(x, 2), lambda x: x.new_full((3,), 2.0)]
     graph = trace_flat(lambda x: [fn(x) for fn in fns], avals).graph
-    assert {str(e.op) for e in graph.eqns} == {"aten.full.default"} and not any(e.operands for e in graph.eqns)
+    assert {str(e.op) for e in graph.eqns} == {"aten.full.default"}
+    assert not any(e.operands for e in graph.eqns)
     assert [e.args[1] for e in graph.eqns] == [0, 1, 2, 2.0]
     assert all(e.kwargs == {"dtype": torch.float32, "device": torch.device("cuda:0")} for e in graph.eqns)
