@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from programs.ops import FAMILIES, Op
 from programs.pattern import Draw, Pattern, Sizes, fits, kind_of
 from programs.program import NAMES, Input, Program, names_in
-from programs.specs import mesh_for, spec_for
+from programs.specs import constraint_for, mesh_for, spec_for
 
 MOST_INPUTS = 6
 MOST_ELEMENTS = 512
@@ -43,7 +43,7 @@ class _Holes(dict[str, Any]):
         if name == "bool":
             return self.draw(st.booleans())
         if name == "spec":
-            return spec_for(self.draw, shape, self.mesh)
+            return spec_for(self.draw, shape, self.mesh, ("sum", "ct"))
         if name == "shape":
             return ", ".join(map(str, self.draw(st.sampled_from(_reshapes(shape)))))
         if name == "order":
@@ -102,6 +102,13 @@ class Builder:
                 del self.values[f"x{i}"]
             del self.inputs[kept:]
             return
+        self._add(line, made)
+        last = next(iter(made))
+        if made[last].is_floating_point() and self.draw(st.integers(0, 5)) == 0:
+            name = f"v{len(self.lines)}"
+            self._add(f"{name} = {self._constrained(last, 0)}", {name: made[last]})
+
+    def _add(self, line: str, made: dict[str, torch.Tensor]) -> None:
         self.lines.append(line)
         self.made.append(set(made))
         self.values |= made
@@ -116,13 +123,11 @@ class Builder:
         text = op.text.format_map(_Holes(self.draw, given, tuple(first.shape), self.mesh))
         return text if "{v}" in op.text else f"{result} = {text}"
 
-    def _constrained(self, name: str) -> str:
+    def _constrained(self, name: str, seldom: int = 5) -> str:
         """The value itself, or the value in a layout of its own."""
-        if self.draw(st.integers(0, 5)):
+        if self.draw(st.integers(0, seldom)):
             return name
-        value = self.values[name]
-        spec = spec_for(self.draw, tuple(value.shape), self.mesh, partial=value.dtype is not torch.bool)
-        return f"vf.reshard({name}, {spec!r})"
+        return f"vf.reshard({name}, {constraint_for(self.draw, self.values[name], self.mesh)!r})"
 
     def _operand(self, pattern: Pattern, sizes: Sizes) -> tuple[str, Sizes]:
         """A value that the pattern fits, or a new input; and what the pattern's letters are then."""
@@ -192,7 +197,7 @@ def programs(
         lines=build.lines,
         returns=returns,
         inputs=build.inputs,
-        specs=[spec_for(draw, x.shape, build.mesh, partial=x.kind != "b") for x in build.inputs],
+        specs=[spec_for(draw, x.shape, build.mesh, () if x.kind == "b" else ("sum",)) for x in build.inputs],
         mesh=build.mesh,
         parameters=parameters,
         result=f"({', '.join(_trees(draw, 'y', len(results)))},)",

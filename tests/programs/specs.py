@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -16,9 +17,9 @@ def mesh_for(draw: Draw) -> dict[str, int]:
     return {a: draw(st.sampled_from([2, 3, 2, 1])) for a in ("x", "y", "z")[: draw(st.sampled_from([2, 1, 2, 3]))]}
 
 
-def spec_for(draw: Draw, shape: Sequence[int], mesh: Mapping[str, int], *, partial: bool = True) -> str:
-    """A spec that fits the shape: each axis shards a dim, or holds pending sums, or nothing."""
-    places = [None, *range(len(shape)), *range(len(shape)), *(["sum"] if partial else [])]
+def spec_for(draw: Draw, shape: Sequence[int], mesh: Mapping[str, int], pending: Sequence[str] = ("sum",)) -> str:
+    """A spec that fits the shape: each axis shards a dim, or holds one of the pending kinds, or nothing."""
+    places = [None, *range(len(shape)), *range(len(shape)), *pending]
     held: dict[Any, list[str]] = {}
     for axis in draw(st.permutations(list(mesh))):
         held.setdefault(draw(st.sampled_from(places)), []).append(axis)
@@ -27,8 +28,18 @@ def spec_for(draw: Draw, shape: Sequence[int], mesh: Mapping[str, int], *, parti
         for d, n in enumerate(shape)
         for axes in [held.get(d, [])]
     ]
-    pending = [f"{{sum: {_axes(held['sum'])}}}"] if "sum" in held else []
-    return " ".join(dims + pending)
+    entries = ", ".join(f"{kind}: {_axes(held[kind])}" for kind in pending if kind in held)
+    return " ".join(dims + ([f"{{{entries}}}"] if entries else []))
+
+
+def constraint_for(draw: Draw, value: torch.Tensor, mesh: Mapping[str, int]) -> str:
+    """A spec for vf.reshard, which may ask for pending gradients too."""
+    return spec_for(draw, tuple(value.shape), mesh, pending_of(value.dtype))
+
+
+def pending_of(dtype: torch.dtype) -> tuple[str, ...]:
+    """What a constraint on values of this dtype may leave pending."""
+    return () if dtype is torch.bool else ("sum", "ct") if dtype.is_floating_point else ("sum",)
 
 
 def _axes(axes: Sequence[str]) -> str:
