@@ -65,6 +65,19 @@ def test_fsdp_gathers_parameters_and_scatters_gradients() -> None:
     assert all(sum(r.operands for r in big if r.kind == kind) == n for kind in kinds(big))
 
 
+def test_fsdp_can_gather_again_in_backward() -> None:
+    s = Sizes(layers=4, batch=4, seq=4)
+    args = on_mesh(s, vf.make_mesh(dp=4), FSDP, "b/dp s")
+    kept, again = (vf.pjit(make_step(s), donate_argnums=0, regather=r).lower(*args) for r in (False, True))
+    forward, backward = (
+        sum(r.operands for r in again.collectives if r.kind == "all_gather" and r.phase == p)
+        for p in ("forward", "backward")
+    )
+    assert forward == len(flatten(init(s))[0])
+    assert backward == forward - 2  # of the two embeddings only indices are needed
+    assert again.memory_analysis().peak < kept.memory_analysis().peak
+
+
 def test_data_times_tensor_parallel_is_the_product() -> None:
     s = Sizes()
     rs = rows(s, vf.make_mesh(dp=2, tp=2), MEGATRON, "b/dp s")

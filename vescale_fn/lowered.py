@@ -30,6 +30,8 @@ class Request:
     roles: "data" or "state" for each graph input.
     continues: output index -> input index whose layout it takes.
     donated: indices of inputs whose storage may be reused.
+    rules: extra sharding rules by operation.
+    regather: backward gathers parameters again.
     """
 
     mesh: Mesh
@@ -39,6 +41,7 @@ class Request:
     continues: Mapping[int, int]
     donated: frozenset[int]
     rules: Mapping[Any, Any]
+    regather: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,7 +41,7 @@ def lower(name: str, traced: Traced, request: Request, cache_dir: Path | None = 
         kept = PlanCache(cache_dir, name, request, user_rules)
         plan = kept.plan(graph, lambda: _solved(graph, request, rule))
     program = replace(partition(plan, rule), donated=request.donated)
-    return Lowered(name, traced, request, plan, optimize(program))
+    return Lowered(name, traced, request, plan, optimize(program, gather_again=request.regather))
 
 
 def _solved(graph: Graph, request: Request, rule: RuleFor) -> Plan:

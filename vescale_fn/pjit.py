@@ -72,6 +72,7 @@ class Options:
     deterministic: bool
     cache_dir: Path | None
     audit: int  # every how many calls, 0 for never
+    regather: bool
 
 
 class Jitted(Generic[P, R]):
@@ -160,8 +161,9 @@ class Jitted(Generic[P, R]):
         staged = trace_call(signature, call, mesh_of(signature, self._shardings, call))
         request = request_of(signature, self._shardings, call, staged, dict(self._options.rules))
         donated = request.donated
-        if self._options.safe:
-            request = replace(request, donated=frozenset())
+        request = replace(
+            request, donated=frozenset() if self._options.safe else donated, regather=self._options.regather
+        )
         lowered = lower(signature.name, staged.traced, request, self._options.cache_dir)
         return lowered, CallForm(
             staged.dynamic, tuple(call.paths[i] for i in staged.dynamic), donated, staged.out_treedef
@@ -219,6 +221,7 @@ def pjit(
     rules: Mapping[Any, str | UserRule] | None = None,
     compile: Literal["inductor"] | None = None,
     deterministic: bool = False,
+    regather: bool = False,
     cache_dir: str | Path | None = None,
     audit: int = 0,
     **wrong: Any,
@@ -237,6 +240,7 @@ def pjit(
     rules: extra sharding rules by operation, see `register_rule`.
     compile: "inductor" compiles programs without collectives, see `Lowered.compile`.
     deterministic: the same bits on any number of processes.
+    regather: parameters that forward gathers are gathered again in backward, instead of being kept whole in between.
     cache_dir: a folder that keeps plans as files, so that a step which was solved once is not solved again.
     audit: every so many calls, compare what ranks hold alike, bit for bit (see `audit`).
 
@@ -249,7 +253,7 @@ def pjit(
     name = getattr(fn, "__name__", "step")
     _check_options(name, wrong, donate, compile)
     folder = None if cache_dir is None else Path(cache_dir)
-    options = Options(entries(rules or {}), donate == "safe", compile, deterministic, folder, audit)
+    options = Options(entries(rules or {}), donate == "safe", compile, deterministic, folder, audit, regather)
 
     def wrap(f: Callable[..., Any]) -> Jitted[..., Any]:
         signature = Signature.of(f, static_argnums, static_argnames, donate_argnums, data_argnums)
