@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from vescale_fn.sharding.choice import AxisProblem, Choice
-from vescale_fn.sharding.graph import Var, is_view, op_name
+from vescale_fn.sharding.graph import Eqn, Var, is_view, op_name
 from vescale_fn.sharding.layout import WHOLE, Shard
 from vescale_fn.sharding.problem import Node, Problem
 from vescale_fn.sharding.work import is_heavy
@@ -89,7 +89,12 @@ def _without_rule(problem: Problem, solved: Solved) -> Iterator[str]:
         if node.eqn is None or node.rule is not None or node.layout is not None:
             continue
         if any(p.made(choice, v) != WHOLE for p, choice in solved.values() for v in node.operands):
-            yield (
-                f"{op_name(node.eqn.op)} at {node.eqn.source} has no rule: every rank does all of it. State one with "
-                f'vescale_fn.register_rule(op, "b !d -> b !d").'
-            )
+            yield no_rule(node.eqn)
+
+
+def no_rule(e: Eqn) -> str:
+    """The message that an operation without a rule is given something sharded."""
+    return (
+        f"{op_name(e.op)} at {e.source} has no rule: every rank does all of it. State one with "
+        'vescale_fn.register_rule(op, "b !d -> b !d").'
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,13 +14,14 @@ from vescale_fn.lowered import Lowered, Request
 from vescale_fn.partition import partition
 from vescale_fn.passes import optimize
 from vescale_fn.plan_cache import PlanCache
-from vescale_fn.primitives import constraints
+from vescale_fn.primitives import RESHARD, constraints
 from vescale_fn.register import registered_rules
 from vescale_fn.sharding.blocked import blocked
-from vescale_fn.sharding.graph import Eqn, Graph, Var
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, equations, op_name
 from vescale_fn.sharding.layout import Layout
 from vescale_fn.sharding.plan import Plan
 from vescale_fn.sharding.problem import RuleFor, build
+from vescale_fn.sharding.report import no_rule
 from vescale_fn.sharding.rules import rule_for
 from vescale_fn.sharding.rules.rule import Rule
 from vescale_fn.trace import Traced
@@ -40,8 +42,20 @@ def lower(name: str, traced: Traced, request: Request, cache_dir: Path | None = 
     else:
         kept = PlanCache(cache_dir, name, request, user_rules)
         plan = kept.plan(graph, lambda: _solved(graph, request, rule))
+    _warn_of_missing_rules(plan, rule)
     program = replace(partition(plan, rule), donated=request.donated)
     return Lowered(name, traced, request, plan, optimize(program, gather_again=request.regather))
+
+
+def _warn_of_missing_rules(plan: Plan, rule: RuleFor) -> None:
+    """One warning for each operation that has no rule and is given something sharded."""
+    missing: dict[str, Eqn] = {}
+    for e in equations(plan.graph):
+        places = isinstance(e.op, (Scan, Call)) or e.op is RESHARD  # where layouts agree, which no rule says
+        if not places and rule(e) is None and not all(plan.values[v].is_whole for v in e.operands):
+            missing.setdefault(op_name(e.op), e)
+    for e in missing.values():
+        warnings.warn(no_rule(e), stacklevel=2)
 
 
 def _solved(graph: Graph, request: Request, rule: RuleFor) -> Plan:
