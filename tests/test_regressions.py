@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import kernel_samples
+import op_samples
 import pytest
 import torch
 import torch.nn.functional as F
+from op_samples import Sample
+from rule_machine import equation
 from torch.func import grad
 
 import vescale_fn as vf
+from vescale_fn.localize import HANDLERS
+from vescale_fn.sharding.rules import rule_for
+from vescale_fn.sharding.rules.rule import Rule
+
+ALL = [*op_samples.SAMPLES, *op_samples.FROM_SCHEMA, *kernel_samples.SAMPLES]
 
 
 def assert_equal(f: Callable[..., Any], args: list[torch.Tensor], specs: list[str], **mesh: int) -> None:
@@ -62,3 +71,44 @@ def test_a_convolution_without_channels() -> None:
     assert_equal(
         lambda x, w, b: F.conv1d(x, w, b), [normal(4, 0, 4), normal(1, 0, 3), normal(1)], ["n/x c l", "o c k", "o"], x=2
     )
+
+
+def test_a_kernel_that_refuses_empty_tensors_is_not_run_where_a_rank_holds_nothing() -> None:
+    """Of 4 channels on 3 ranks, the last holds none."""
+    pool = grad(lambda x: F.adaptive_avg_pool2d(x, 2).sin().sum())
+    assert_equal(pool, [normal(2, 4, 4, 3)], ["n c~/x h w"], x=3)
+
+
+def _with_empty_parts(sample: Sample, letter: str, rule: Rule) -> bool:
+    """Whether the operation runs when the dims of a letter, which leads them, are empty."""
+    slots = iter(rule.operands)
+
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        for d, letters in enumerate(next(slots)):
+            x = x.narrow(d, 0, 0) if letter in letters else x
+        return x.contiguous()
+
+    def tree(x: Any) -> Any:
+        if isinstance(x, (tuple, list)):
+            return type(x)(map(tree, x))
+        return cut(x) if isinstance(x, torch.Tensor) else x
+
+    args, kwargs = sample.tensors()
+    try:
+        sample.op(*tree(args), **{k: tree(v) for k, v in kwargs.items()})
+    except RuntimeError:
+        return False
+    return True
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_operations_that_refuse_empty_tensors_have_a_handler() -> None:
+    refused = []
+    for sample in ALL:
+        rule = rule_for(equation(sample))
+        if rule is None or sample.op in HANDLERS:
+            continue
+        dims = [d for t in (*rule.operands, *rule.results) for d in t]
+        free = [x for x in rule.sizes if x not in rule.whole and all(d[0] == x for d in dims if x in d)]
+        refused += [str(sample.op) for x in free if not _with_empty_parts(sample, x, rule)]
+    assert refused == []

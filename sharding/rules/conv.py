@@ -23,12 +23,18 @@ def _space(stem: str, n: int) -> str:
     return " ".join(f"!{stem}{i}" for i in range(n))
 
 
-def _convolution(eqn: Eqn) -> Rule | None:
-    """Forward and backward. A transposed convolution has its weight's channels the other way round. Of tensors without
-    elements torch checks no sizes."""
+def _unrelated(eqn: Eqn) -> Rule:
+    """Every dim whole, and none tied to another."""
+    left = [" ".join(f"!x{i}_{d}" for d, _ in enumerate(v.shape)) for i, v in enumerate(eqn.operands)]
+    right = [" ".join(f"!y{i}_{d}" for d, _ in enumerate(v.shape)) for i, v in enumerate(eqn.outs)]
+    return parse_rule(f"{', '.join(left)} -> {results_text(eqn, right)}", eqn)
+
+
+def _convolution(eqn: Eqn) -> Rule:
+    """Forward and backward. A transposed convolution has its weight's channels the other way round."""
     args = bound_args(eqn)
-    if any(0 in v.shape for v in eqn.operands):
-        return None
+    if any(0 in v.shape for v in eqn.operands):  # torch checks no sizes then
+        return _unrelated(eqn)
     n = len(args["weight"].shape) - 2
     backward = "grad_output" in args
     biased = args["output_mask"][2] if backward else args["bias"] is not None
