@@ -85,6 +85,7 @@ MORE = [
     s(aten.mean.dim, t(4, 5), [1], True),
     s(aten.mean.dim, t(4, 5, dtype=torch.int64), [0], dtype=torch.float64),
     s(aten.mean.default, t(0, 5)),
+    *(s(aten.dist.default, t(4, 5), t(5), p) for p in (1, 2, INF)),
     s(aten.addmm.default, t(5), t(4, 6), t(6, 5), beta=2, alpha=3),
     s(aten.baddbmm.default, t(3, 4, 5), t(3, 4, 6), t(3, 6, 5)),
     s(aten.addmv.default, t(4), t(4, 5), t(5)),

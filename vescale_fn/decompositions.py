@@ -84,6 +84,11 @@ def std_mean(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: boo
     return value.sqrt(), center
 
 
+def dist(x: Tensor, y: Tensor, p: float = 2) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x - y, p)
+    return norm
+
+
 def vector_norm(
     x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -330,6 +335,7 @@ ALWAYS: Mapping[Any, Decomposition] = {
     **RECORDED,
     aten.mean.default: mean,
     aten.mean.dim: mean,
+    aten.dist.default: dist,
     aten.index_put.default: masked_put,
     aten.index_put_.default: masked_put_,
     aten.nll_loss_forward.default: nll_loss_forward,

@@ -13,7 +13,7 @@ import torch
 
 from vescale_fn.sharding.graph import Eqn
 from vescale_fn.sharding.rules.norm import results_text
-from vescale_fn.sharding.rules.registry import Entry, bound_args, parse_rule
+from vescale_fn.sharding.rules.registry import Entry, bound_args, form, parse_rule
 from vescale_fn.sharding.rules.rule import Rule
 
 aten = torch.ops.aten
@@ -68,6 +68,12 @@ def _planes(n: int, linear: tuple[set[int | str], ...] = ()) -> Entry:
     return entry
 
 
+def _grid_backward(eqn: Eqn) -> Rule:
+    """Gradients of the image, to which every output adds, and of the positions, to which every channel adds."""
+    image, grid = "b c !h !w", "b i j !xy"
+    return parse_rule(f"b c i j, {image}, {grid} -> {results_text(eqn, [image, grid])}", eqn, linear=[{0}])
+
+
 _FIRST: tuple[set[int | str], ...] = ({0},)
 
 # Per number of spatial dims: operations that are linear in their first operand, and those that are not.
@@ -75,6 +81,8 @@ _LINEAR = {
     1: [
         aten.upsample_nearest1d.default,
         aten.upsample_nearest1d_backward.default,
+        aten._upsample_nearest_exact1d.default,
+        aten._upsample_nearest_exact1d_backward.default,
         aten.upsample_linear1d.default,
         aten.upsample_linear1d_backward.default,
     ],
@@ -104,6 +112,8 @@ _LINEAR = {
         aten.max_pool3d_with_indices_backward.default,
         aten.upsample_nearest3d.default,
         aten.upsample_nearest3d_backward.default,
+        aten._upsample_nearest_exact3d.default,
+        aten._upsample_nearest_exact3d_backward.default,
         aten.upsample_trilinear3d.default,
         aten.upsample_trilinear3d_backward.default,
     ],
@@ -116,6 +126,8 @@ _OTHER = {
 ENTRIES: Mapping[Any, Entry] = {
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution,
+    aten.grid_sampler_2d.default: form("b c !h !w, b i j !xy -> b c i j", linear=[{0}]),
+    aten.grid_sampler_2d_backward.default: _grid_backward,
     **{op: _planes(n, _FIRST) for n, ops in _LINEAR.items() for op in ops},
     **{op: _planes(n) for n, ops in _OTHER.items() for op in ops},
 }

@@ -29,6 +29,13 @@ def _solve_triangular(eqn: Eqn) -> Rule:
     return parse_rule(f"... !m !n, {sides} -> {sides}", eqn, linear=[{1}])
 
 
+def _solve(eqn: Eqn) -> Rule:
+    """The solution for a matrix or a vector, and how the system was factored, which is the same for each column."""
+    vector = len(eqn.operands[1].shape) < len(eqn.operands[0].shape)
+    side = "... !b" if vector else "... !b !c"
+    return parse_rule(f"... !m !n, {side} -> {side}, ... !m !n, ... !pivot, ...", eqn)
+
+
 ENTRIES: Mapping[Any, Entry] = {
     aten.linalg_cross.default: _cross,
     aten._linalg_det.default: form("... !m !n -> ..., ... !m !n, ... !pivot"),
@@ -39,6 +46,10 @@ ENTRIES: Mapping[Any, Entry] = {
     aten.linalg_qr.default: form("... !m !n -> ... !m !q, ... !r !n"),
     aten._linalg_eigh.default: form("... !m !n -> ... !value, ... !m !n"),
     aten._linalg_svd.default: form("... !m !n -> ... !m !u, ... !value, ... !v !n"),
+    aten.linalg_lu.default: form("... !m !n -> ... !p !q, ... !l !k, ... !r !u"),
+    aten.linalg_matrix_exp.default: form("... !m !n -> ... !m !n"),
+    aten.trace.default: form("!m !n -> ", linear=[{0}]),
+    aten._linalg_solve_ex.default: _solve,
     aten.linalg_solve_triangular.default: _solve_triangular,
     aten.cholesky_solve.default: form("... !b c, ... !m !n -> ... !b c", linear=[{0}]),
     aten._cdist_forward.default: form("... m !d, ... n !d -> ... m n"),

@@ -50,6 +50,13 @@ def _searched(eqn: Eqn) -> Rule:
     return parse_rule(f"sorted_sequence: ... {whole}s, self: ... v, sorter: ... {whole}s -> ... v", eqn)
 
 
+def _member(eqn: Eqn) -> Rule:
+    """Whether each element is among others, all of which a rank must see."""
+    among = " ".join(f"!among{i}" for i, _ in enumerate(eqn.operands[1].shape))
+    x = " ".join(letters(len(eqn.operands[0].shape)))
+    return parse_rule(f"{x}, {among} -> {x}", eqn)
+
+
 _ALONG = [
     aten.sort.default,
     aten.sort.stable,
@@ -70,6 +77,7 @@ ENTRIES: Mapping[Any, Entry] = {
     **dict.fromkeys(_ALONG, along),
     **dict.fromkeys([aten.median.default, aten.nanmedian.default], _of_all),
     aten.cumsum.default: _scanned_sum,
+    aten.isin.Tensor_Tensor: _member,
     aten.searchsorted.Tensor: _searched,
     aten.bucketize.Tensor: form("self: ..., boundaries: n -> ..."),
 }
