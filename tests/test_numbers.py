@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gpt import FSDP, MEGATRON, Sizes, init, make_step, on_mesh
+from torch.func import grad
 
 import vescale_fn as vf
 from vescale_fn.tree import flatten
@@ -94,6 +95,30 @@ def test_sequence_parallel_pairs_gathers_with_scatters() -> None:
     rs = rows(s, mesh, MEGATRON, between=lambda h: vf.reshard(h, "b s/tp d"))
     big = [r for r in rs if numel(r) >= s.batch * s.seq * s.width // 4]
     assert set(kinds(big)) == {"all_gather", "reduce_scatter"}
+
+
+def test_accumulation_in_a_loop_reduces_once() -> None:
+    """Six microbatches: their gradients are added up as partial sums, and meet once after the loop."""
+
+    def loss(w: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(x @ w["up"]) @ w["down"]).square().mean()
+
+    def step(w: dict[str, torch.Tensor], xs: torch.Tensor) -> dict[str, torch.Tensor]:
+        def body(total: dict[str, torch.Tensor], x: torch.Tensor) -> tuple[dict[str, torch.Tensor], None]:
+            gradient = grad(loss)(w, x)
+            return {k: total[k] + gradient[k] for k in total}, None
+
+        total, _ = vf.scan(body, {k: torch.zeros_like(p) for k, p in w.items()}, xs)
+        return {k: w[k] - 0.1 * total[k] for k in w}
+
+    g = torch.Generator().manual_seed(0)
+    w = {"up": torch.randn(16, 32, generator=g).double(), "down": torch.randn(32, 8, generator=g).double()}
+    xs = torch.randn(6, 8, 16, generator=g).double()
+    args = vf.device_put((w, xs), ("...", "n b/dp d"), vf.make_mesh(dp=4))
+    rs = vf.pjit(step).lower(*args).collectives
+    assert [(r.kind, r.operands, r.count) for r in rs] == [("all_reduce", 2, 1)]
+    for k, want in step(w, xs).items():
+        torch.testing.assert_close(vf.pjit(step)(*args)[k].full(), want, rtol=1e-12, atol=1e-12)
 
 
 def test_step_equals_single_device() -> None:
