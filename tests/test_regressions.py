@@ -66,11 +66,15 @@ def test_empty_tensors_are_joined() -> None:
     assert_equal(lambda x: torch.cat([x, x], 0), [normal(0, 4)], ["a b/x"], x=2)
 
 
-def test_a_convolution_without_channels() -> None:
+@pytest.mark.parametrize("channels", ["c", "c/x"])
+def test_a_convolution_without_channels(channels: str) -> None:
     """torch checks no sizes there; the rule did, and failed."""
-    assert_equal(
-        lambda x, w, b: F.conv1d(x, w, b), [normal(4, 0, 4), normal(1, 0, 3), normal(1)], ["n/x c l", "o c k", "o"], x=2
-    )
+
+    def f(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return vf.reshard(F.conv1d(x, w, b), f"n {channels} l")
+
+    args = [normal(4, 0, 4), normal(2, 0, 3), normal(2)]
+    assert_equal(f, args, ["n/x c l", "o c k", "o"], x=2)
 
 
 def test_a_kernel_that_refuses_empty_tensors_is_not_run_where_a_rank_holds_nothing() -> None:

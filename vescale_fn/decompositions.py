@@ -262,7 +262,7 @@ def _biased(product: Callable[[Tensor, Tensor], Tensor]) -> Decomposition:
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Any:
-    if bias is None:
+    if bias is None or not x.numel():  # of empty tensors torch checks no sizes
         return NotImplemented
     out: Tensor = aten.convolution.default(x, weight, None, *rest)
     return out + bias.view(-1, *[1] * (out.dim() - 2))
@@ -270,7 +270,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> A
 
 def convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *rest: Any) -> Any:
     *options, mask = rest
-    if not mask[2]:
+    if not mask[2] or not x.numel():
         return NotImplemented
     gx, gw, _ = aten.convolution_backward.default(grad, x, weight, None, *options, [mask[0], mask[1], False])
     return gx, gw, grad.sum([0, *range(2, grad.dim())])
