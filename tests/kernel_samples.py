@@ -100,6 +100,9 @@ ORDER = [
 
 _SCATTERS = [aten.scatter.src, aten.scatter_add.default]
 INDEX = [
+    s(aten.select.int, t(4, 4, 5), 1, -1),
+    s(aten.select.int, t(6, 5), 0, 2),
+    s(aten.select_backward.default, t(4, 5), [4, 6, 5], 1, 2),
     s(aten.embedding.default, t(6, 5), at(4, 3, size=6)),
     s(aten.embedding.default, t(5, 4), at(4, size=5), 1),
     s(aten.embedding_dense_backward.default, t(4, 3, 5), at(4, 3, size=6), 6, -1, False),

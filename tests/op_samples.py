@@ -239,8 +239,6 @@ VIEW = [
     s(aten.transpose.int, t(), 0, -1),
     s(aten.t.default, t(4, 4)),
     s(aten.t.default, t(4)),
-    s(aten.select.int, t(4, 4, 5), 1, -1),
-    s(aten.select_backward.default, t(4, 5), [4, 6, 5], 1, 2),
     s(aten.slice.Tensor, t(4, 6), 1, 1, 5),
     s(aten.slice.Tensor, t(4, 6), 1, 0, 9223372036854775807),
     s(aten.slice.Tensor, t(5, 4), 0, 0, 5, 2),

@@ -445,7 +445,6 @@ HOOKS: Mapping[Any, Hook] = {
     ),
     aten.slice.Tensor: _slice,
     aten.slice_backward.default: _slice_backward,
-    aten.select_backward.default: _with(input_sizes=_out_shape),
     aten.diagonal_backward.default: _with(input_sizes=_out_shape),
     aten.unfold_backward.default: _with(input_sizes=_out_shape),
     aten.full.default: _with(size=_out_shape),

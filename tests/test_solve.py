@@ -463,6 +463,11 @@ def test_maxima_do_not_meet_sums_that_pend_on_another_axis() -> None:
     assert all(exists(x) for layouts in plan.operands.values() for x in layouts)
 
 
+def test_one_position_of_a_sharded_dim_is_summed_not_gathered() -> None:
+    plan = plan_of(traced(lambda x: [x[:, 5].sin()], (8, 64)), TP, {0: {"tp": Shard(1)}})
+    assert summary(plan) == {"tp: partial sum -> whole [8]": 1}
+
+
 def test_an_output_is_never_left_partial() -> None:
     b = Builder()
     x, w = b.input(8, 16), b.input(16, 8)

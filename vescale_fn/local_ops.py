@@ -89,6 +89,28 @@ def _without_spare(x: Tensor, dim: int) -> Tensor:
 # --- reads --------------------------------------------------------------------------------------------------------
 
 
+def _held_at(index: int, owned: Runs) -> int | None:
+    """The local position of a global one; None if another rank holds it."""
+    at = 0
+    for start, stop in owned:
+        if start <= index < stop:
+            return at + index - start
+        at += stop - start
+    return None
+
+
+def select_shard(x: Tensor, dim: int, index: int, owned: Runs) -> Tensor:
+    """x.select along a dim of which this rank holds some positions.
+
+    >>> [select_shard(torch.tensor([5.0, 6.0]), 0, i, ((2, 4),)).item() for i in (0, 3)]
+    [0.0, 6.0]
+    """
+    at = _held_at(index, owned)
+    if at is None:
+        return x.new_zeros([n for d, n in enumerate(x.shape) if d != dim])
+    return x.select(dim, at).clone(memory_format=torch.contiguous_format)
+
+
 def embedding_shard(weight: Tensor, indices: Tensor, owned: Runs, size: int) -> Tensor:
     """Rows of a table of which this rank holds some.
 
@@ -159,6 +181,15 @@ def _indexed_mask(held: Tensor, indices: Sequence[Tensor | None], rank: int) -> 
 
 
 # --- writes -------------------------------------------------------------------------------------------------------
+
+
+def select_backward_shard(grad: Tensor, dim: int, index: int, owned: Runs) -> Tensor:
+    """The gradient of what `select_shard` read from: zeros but at the position that was selected."""
+    out = grad.new_zeros([*grad.shape[:dim], extent(owned), *grad.shape[dim:]])
+    at = _held_at(index, owned)
+    if at is not None:
+        out.select(dim, at).copy_(grad)
+    return out
 
 
 def embedding_backward_shard(

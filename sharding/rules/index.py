@@ -1,4 +1,4 @@
-"""Reading and writing at positions given by a tensor of indices.
+"""Reading and writing at positions: one that is fixed, or those in a tensor of indices.
 
 A dim that is indexed is `masked`: its ranks hold ranges of positions, and each rank looks up (or writes) those that
 it holds. A look-up then is a partial sum, since one rank has the row and the others zeros. Where indices write into
@@ -31,6 +31,22 @@ def _all_whole(eqn: Eqn) -> Rule:
     """For scalars among the tensors, which torch takes for vectors of one element."""
     operands = [["!n"] if v.shape else [] for v in eqn.operands]
     return parse_rule(f"{_join(*operands)} -> {_join(*[['!r'] if v.shape else [] for v in eqn.outs])}", eqn)
+
+
+# --- one position -------------------------------------------------------------------------------------------------
+
+
+def _select(eqn: Eqn) -> Rule:
+    x = letters(len(eqn.operands[0].shape))
+    d = bound_args(eqn)["dim"] % len(x)
+    text = f"{_join(replaced(x, d, 'row'))} -> {_join(replaced(x, d))}"
+    return parse_rule(text, eqn, through=[0], masked=["row"])
+
+
+def _select_backward(eqn: Eqn) -> Rule:
+    x, rank = letters(len(eqn.operands[0].shape)), len(eqn.outs[0].shape)
+    d = bound_args(eqn)["dim"] % rank
+    return parse_rule(f"{_join(x)} -> {_join([*x[:d], 'row', *x[d:]])}", eqn, through=[0], masked=["row"])
 
 
 # --- rows of a table --------------------------------------------------------------------------------------------
@@ -198,6 +214,8 @@ ENTRIES: Mapping[Any, Entry] = {
         "weight: row feature, indices: ... -> ... feature", linear=[{"weight"}], through=["weight"], masked=["row"]
     ),
     aten.embedding_dense_backward.default: _embedding_backward,
+    aten.select.int: _select,
+    aten.select_backward.default: _select_backward,
     aten.gather.default: _gather,
     aten.scatter.src: _scatter(_ADDED),
     aten.scatter.value: _zero_keeps_sums(_scatter),

@@ -1,6 +1,6 @@
 """Views: operations that only rename, split, merge, drop or repeat dims. Partial values of any kind pass through.
 
-A letter that selects (the piece of a split, the index of a select) must be whole: it would otherwise be missing
+A letter that selects (the piece of a split) must be whole: it would otherwise be missing
 from the result, which means a reduction.
 """
 
@@ -140,16 +140,6 @@ def _t(x: list[str], args: dict[str, Any], eqn: Eqn) -> str:
     return arrow(x, x[::-1])
 
 
-def _select(x: list[str], args: dict[str, Any], eqn: Eqn) -> str:
-    d = args["dim"] % len(x)
-    return arrow(replaced(x, d, f"!{x[d]}"), replaced(x, d))
-
-
-def _select_backward(x: list[str], args: dict[str, Any], eqn: Eqn) -> str:
-    d = args["dim"] % len(eqn.outs[0].shape)
-    return arrow(x, [*x[:d], "!new", *x[d:]])
-
-
 def _slice(x: list[str], args: dict[str, Any], eqn: Eqn) -> str:
     d = args["dim"] % len(x)
     whole, part = cut_tokens(eqn.operands[0].shape[d], eqn.outs[0].shape[d], args["start"], args["step"])
@@ -264,8 +254,6 @@ ENTRIES: Mapping[Any, Entry] = {
     aten.permute.default: _passing(_permute),
     aten.transpose.int: _passing(_transpose),
     aten.t.default: _passing(_t),
-    aten.select.int: _passing(_select),
-    aten.select_backward.default: _passing(_select_backward),
     aten.slice.Tensor: _passing(_slice),
     aten.slice_backward.default: _passing(_slice_backward),
     aten.unbind.int: _passing(_unbind),

@@ -48,6 +48,22 @@ class _AtPositions:
         return ctx.emit(self.fn, (*given, Owned(layout, dim), layout.shape[dim]), options)
 
 
+def _select(ctx: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Var, ...]:
+    (x,), named = ctx.ins, local_args(ctx, args, kwargs)
+    dim = named["dim"] % x.ndim
+    if not cuts(x, dim):
+        return ctx.emit(ctx.eqn.op, args, kwargs)
+    return ctx.emit(local_ops.select_shard, (args[0], dim, named["index"] % x.shape[dim], Owned(x, dim)))
+
+
+def _select_backward(ctx: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Var, ...]:
+    (x,), named = ctx.outs, local_args(ctx, args, kwargs)
+    dim = named["dim"] % x.ndim
+    if not cuts(x, dim):
+        return ctx.emit(ctx.eqn.op, (args[0], ctx.local_shape(x), dim, named["index"]))
+    return ctx.emit(local_ops.select_backward_shard, (args[0], dim, named["index"] % x.shape[dim], Owned(x, dim)))
+
+
 def _embedding(ctx: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Var, ...]:
     weight = ctx.ins[0]
     if not cuts(weight, 0):
@@ -87,6 +103,8 @@ def _index_put(ctx: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 
 HANDLERS: dict[Any, Handler] = {
+    aten.select.int: _select,
+    aten.select_backward.default: _select_backward,
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
     aten.gather.default: _AtPositions(local_ops.gather_shard),

@@ -82,7 +82,6 @@ HANDLERS: dict[Any, Handler] = {
     aten.split_with_sizes_copy.default: _split,
     aten.slice.Tensor: _slice,
     aten.slice_backward.default: _slice_backward,
-    aten.select_backward.default: _sizes_first,
     aten.diagonal_backward.default: _sizes_first,
     aten.unfold_backward.default: _sizes_first,
 }
