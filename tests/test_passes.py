@@ -29,6 +29,7 @@ from vescale_fn.passes import (
     view_late,
 )
 from vescale_fn.passes.bucket import bucket_bytes
+from vescale_fn.passes.overwrite import INTO
 from vescale_fn.program import Program
 from vescale_fn.sharding.comm import AllGather, AllReduce
 from vescale_fn.sharding.rules import rule_for
@@ -144,6 +145,46 @@ def test_parameters_are_gathered_one_group_ahead(limit: int) -> None:
     assert len(groups) == 1 if limit == 2**30 else len(groups) > 1
     needed = [next(i for i, e in enumerate(eqns) if set(e.reads) & set(g.outs)) for g in groups]
     assert all(eqns.index(group) < before for group, before in zip(groups[1:], needed))
+
+
+def elementwise(fn: Any, *shapes: tuple[int, ...]) -> list[str]:
+    """The elementwise operations of the program of fn, by name."""
+    mesh = vf.make_mesh(dp=1)
+    args = [vf.device_put(torch.ones(s), "...", mesh) for s in shapes]
+    eqns = vf.pjit(fn).lower(*args).program.graph.eqns
+    return [str(e.op) for e in eqns if e.op in INTO or any(e.op is into for into, _ in INTO.values())]
+
+
+def test_elementwise_operations_write_over_what_dies() -> None:
+    assert elementwise(lambda x, w: (x @ w).exp().neg(), (2, 3), (3, 4)) == ["aten.exp.out", "aten.neg.out"]
+
+
+@pytest.mark.parametrize(
+    ("why", "fn"),
+    [
+        ("an argument is the caller's", lambda x, y: x.exp()),
+        ("read again", lambda x, y: (z := x @ y, z.exp())),
+        ("read again through a view", lambda x, y: (z := x @ y, z.exp(), z.t())[1:]),
+        ("of another shape", lambda x, y: torch.ones(2, 1, 1) * (x @ y)),
+        ("not known to be contiguous", lambda x, y: (x @ y).t().exp()),
+    ],
+)
+def test_what_others_read_is_not_written_over(why: str, fn: Any) -> None:
+    assert not any(name.endswith("out") for name in elementwise(fn, (4, 4), (4, 4))), why
+
+
+@pytest.mark.parametrize("op", INTO, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_writing_over_an_operand_gives_the_same_bits(op: Any, dtype: torch.dtype) -> None:
+    into, name = INTO[op]
+    tensors = [torch.rand(64, 1000).to(dtype) for a in op._schema.arguments if str(a.type) == "Tensor"]
+    rest = [0.5] * (op is torch.ops.aten.threshold_backward.default)
+    want = op(*tensors, *rest)
+    for i in range(len(tensors)):
+        copies = [t.clone() for t in tensors]
+        got = into(*copies, *rest, **{name: copies[i]})
+        assert got.data_ptr() == copies[i].data_ptr()
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 def test_donated_state_is_updated_in_place() -> None:

@@ -91,10 +91,22 @@ def _families(graph: Graph) -> Mapping[Var, Var]:
         return v
 
     for e in graph.eqns:
-        shared = [root(v) for v in e.operands] if may_alias(e.op) else []
+        shared = [root(v) for v in _shared(e)]
         parent.update((o, shared[0] if shared else o) for o in e.outs)
         parent.update((v, shared[0]) for v in shared)
     return {v: root(v) for v in parent}
+
+
+def _shared(e: Eqn) -> tuple[Var, ...]:
+    """Operands whose memory the results of e may share."""
+    if not may_alias(e.op):
+        return ()
+    if isinstance(e.op, torch._ops.OpOverload) and torch.Tag.maybe_aliasing_or_mutating not in e.op.tags:
+        arguments = e.op._schema.arguments
+        given = {**dict(zip((a.name for a in arguments), e.args)), **e.kwargs}
+        declared = [given[a.name] for a in arguments if a.alias_info is not None and a.name in given]
+        return tuple(vars_in(declared)) if declared else e.operands
+    return e.operands
 
 
 @cache

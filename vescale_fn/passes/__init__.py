@@ -9,10 +9,20 @@ from vescale_fn.passes.dead import drop_dead_equations
 from vescale_fn.passes.early import reduce_early
 from vescale_fn.passes.in_place import update_in_place
 from vescale_fn.passes.late import view_late
+from vescale_fn.passes.overwrite import overwrite_operands
 from vescale_fn.passes.regather import regather
 from vescale_fn.program import Program
 
-PASSES = (share_common, drop_dead_equations, gather_ahead, reduce_early, bucket, view_late, update_in_place)
+PASSES = (
+    share_common,
+    drop_dead_equations,
+    gather_ahead,
+    reduce_early,
+    bucket,
+    view_late,
+    overwrite_operands,
+    update_in_place,
+)
 
 
 def optimize(program: Program, *, gather_again: bool = False) -> Program:
@@ -28,6 +38,7 @@ __all__ = [
     "drop_dead_equations",
     "gather_ahead",
     "optimize",
+    "overwrite_operands",
     "reduce_early",
     "regather",
     "share_common",
