@@ -41,7 +41,7 @@ def by_product(eqn: Eqn, rule: Rule, case: Case, held: list[list[torch.Tensor]])
         outputs=tuple(made.values()),
         letters={local: letters},
     )
-    results = VirtualEngine(Mesh(mesh)).load(partition(plan, rule_for))([list(h) for h in held])
+    results = VirtualEngine(Mesh(mesh)).load(partition(plan))([list(h) for h in held])
     return [[dict(zip(made, r)).get(v) for v in outs] for r in results]
 
 

@@ -32,7 +32,6 @@ from vescale_fn.passes.bucket import bucket_bytes
 from vescale_fn.passes.overwrite import INTO
 from vescale_fn.program import Program
 from vescale_fn.sharding.comm import AllGather, AllReduce
-from vescale_fn.sharding.rules import rule_for
 from vescale_fn.sharding.work import is_heavy
 from vescale_fn.tree import flatten
 
@@ -46,12 +45,11 @@ CASES = {
 
 def raw(case: str, steps: Any = None) -> tuple[vf.Lowered, Program, list[Any]]:
     """A train step, its program before any pass, and its arguments."""
-    from vescale_fn.fused import RULES
 
     table, batch, axes = CASES[case]
     args = on_mesh(S, vf.make_mesh(**axes), table, batch, torch.float64)
     low = vf.pjit(make_step(S), donate_argnums=0).lower(*args)
-    return low, partition(low.plan, lambda e: rule_for(e, RULES)), flatten(args)[0]
+    return low, partition(low.plan), flatten(args)[0]
 
 
 def outputs(low: vf.Lowered, program: Program, leaves: list[Any]) -> list[torch.Tensor]:
@@ -129,7 +127,7 @@ def test_gradients_travel_while_backward_goes_on() -> None:
     mesh = vf.make_mesh(dp=2)
     w, x = [torch.ones(4, 4), torch.ones(4, 4)], torch.ones(2, 4)
     low = vf.pjit(step).lower(vf.device_put(w, "...", mesh), vf.device_put(x, "b/dp d", mesh))
-    program = reduce_early(partition(low.plan, rule_for))
+    program = reduce_early(partition(low.plan))
     graph = view_late(program).graph
     last = max(i for i, e in enumerate(graph.eqns) if is_heavy(e))
     assert all(end < last for end in waits(program.graph).values())

@@ -10,6 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from vescale_fn.fx_graph import graph_of_fx
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, map_vars
@@ -29,9 +31,6 @@ def decompose_eqn(eqn: Eqn, decomposition: Callable[..., Any], device: str = "cp
       div:f32[4] = aten.div.Tensor(sum, 8)
     return div
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     if len(eqn.reads) != len(eqn.operands):
         return None
     applies = True

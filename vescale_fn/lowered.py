@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,8 +104,6 @@ class Lowered:
 
     def diff(self, other: Lowered) -> str:
         """The lines in which another program's text differs, as a unified diff; "" when none does."""
-        import difflib
-
         mine, theirs = self.as_text().splitlines(), other.as_text().splitlines()
         return "\n".join(difflib.unified_diff(mine, theirs, self.name, other.name, lineterm=""))
 

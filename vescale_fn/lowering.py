@@ -43,7 +43,7 @@ def lower(name: str, traced: Traced, request: Request, cache_dir: Path | None = 
         kept = PlanCache(cache_dir, name, request, user_rules)
         plan = kept.plan(graph, lambda: _solved(graph, request, rule))
     _warn_of_missing_rules(plan, rule)
-    program = replace(partition(plan, rule), donated=request.donated)
+    program = replace(partition(plan), donated=request.donated)
     return Lowered(name, traced, request, plan, optimize(program, gather_again=request.regather))
 
 

@@ -6,7 +6,7 @@ once per value and layout) and is rewritten for local tensors by its handler. Su
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,16 +19,13 @@ from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Source, Var
 from vescale_fn.sharding.layout import Layout, Ragged, Shard
 from vescale_fn.sharding.plan import Plan
 from vescale_fn.sharding.reshard import plan as plan_reshard
-from vescale_fn.sharding.rules.rule import Rule
-
-RuleFor = Callable[[Eqn], Rule | None]
 
 
-def partition(plan: Plan, rule_for: RuleFor) -> Program:
+def partition(plan: Plan) -> Program:
     """The program of one rank for a solved graph."""
     layouts: dict[Var, Layout] = {}
     origin: dict[Var, Var] = {}
-    graph = _Partitioner(plan, rule_for, layouts, Names(), origin).graph(plan.graph, plan.outputs)
+    graph = _Partitioner(plan, layouts, Names(), origin).graph(plan.graph, plan.outputs)
     return Program(plan.mesh, graph, layouts, origin, messages=plan.messages)
 
 
@@ -44,7 +41,6 @@ def slice_layout(layout: Layout) -> Layout:
 @dataclass(eq=False)
 class _Partitioner:
     plan: Plan
-    rule_for: RuleFor
     layouts: dict[Var, Layout]  # of every local Var, shared with sub-programs
     names: Names
     origin: dict[Var, Var]
@@ -103,7 +99,7 @@ class _Partitioner:
         local = e.with_args(deliver)
         scalar = Layout.of(self.plan.mesh, ())  # stands for results that are numbers, or not made
         outs = tuple(self.plan.values[v] if v.is_tensor else scalar for v in e.outs)
-        ctx = Context(self.builder, e, None, ins, outs, self.plan.letters.get(e, {}))
+        ctx = Context(self.builder, e, ins, outs, self.plan.letters.get(e, {}))
         for v, result in zip(e.outs, self.rewrite(ctx, local), strict=True):
             self.define(v, result)
             self.makers[v] = e
@@ -118,7 +114,6 @@ class _Partitioner:
         handler = HANDLERS.get(e.op)
         if handler is None or not (ctx.letters or _has_state(ctx)):
             return ctx.emit(e.op, local.args, local.kwargs)
-        ctx.rule = self.rule_for(e)
         return handler(ctx, local.args, local.kwargs)
 
     def sub_program(self, e: Eqn) -> Scan | Call:
@@ -127,7 +122,7 @@ class _Partitioner:
         outs = [self.plan.values.get(v) for v in e.outs]
         if isinstance(op, Scan):
             outs[op.num_carry :] = [slice_layout(x) if x is not None else None for x in outs[op.num_carry :]]
-        body = _Partitioner(self.plan, self.rule_for, self.layouts, self.names, self.origin).graph(op.body, outs)
+        body = _Partitioner(self.plan, self.layouts, self.names, self.origin).graph(op.body, outs)
         return replace(op, body=body)
 
 

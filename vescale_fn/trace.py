@@ -25,6 +25,8 @@ from vescale_fn.source import Lines, source_of_traceback
 from vescale_fn.trace_errors import TraceError
 from vescale_fn.trace_modes import Lift, Record
 
+# What torch traces with is imported by the functions that use it, so that importing the package stays cheap.
+
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 

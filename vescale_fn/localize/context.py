@@ -21,7 +21,6 @@ from vescale_fn.sharding.comm import (
 from vescale_fn.sharding.graph import Eqn, Source, Var
 from vescale_fn.sharding.layout import Layout, Ragged
 from vescale_fn.sharding.reshard import plan as plan_reshard
-from vescale_fn.sharding.rules.rule import Rule
 
 _SUFFIX: dict[type, str] = {
     AllReduce: "ar",
@@ -63,11 +62,10 @@ class Builder:
 @dataclass(eq=False)
 class Context:
     """One equation being rewritten. `ins` and `outs` are the layouts of its tensor operand slots, as delivered, and
-    of its results, as required; `letters` maps a mesh axis to the letter of `rule` that it shards."""
+    of its results, as required; `letters` maps a mesh axis to the letter of its rule that the axis shards."""
 
     builder: Builder
     eqn: Eqn
-    rule: Rule | None
     ins: tuple[Layout, ...]
     outs: tuple[Any, ...]  # of Layout; None for a result that is no tensor
     letters: Mapping[str, str]
