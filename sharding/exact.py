@@ -21,7 +21,7 @@ from vescale_fn.sharding.layout import WHOLE, Shard, State
 from vescale_fn.sharding.problem import Node
 from vescale_fn.sharding.work import LATENCY
 
-NODE_LIMIT = 500  # of the search tree, then the best choice so far is taken: unlike a clock, it decides the same anywhere
+NODE_LIMIT = 500  # of the search tree, then the best choice so far is taken; a clock would decide differently each time
 TIE = 1e-3  # in units of LATENCY: between equals take the latest conversion, the first strategy
 
 Terms = dict[int, float]  # variable -> coefficient
