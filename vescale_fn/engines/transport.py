@@ -43,16 +43,17 @@ class Wire:
     group: Any = None
     wait: Callable[[Any], Any] = lambda work: work.wait()
 
-    def swap(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> Callable[[], list[Tensor]]:
-        """parts[p] goes to process p; `lengths` are those of what comes back, one buffer from each process."""
+    def swap(self, parts: Sequence[Sequence[Tensor]], lengths: Sequence[int]) -> Callable[[], list[Tensor]]:
+        """parts[p] go to process p, one after the other; `lengths` are those of what comes back, one buffer from each
+        process."""
         if self.group is None:
-            return lambda: list(parts)
-        send = _carried(_flat(parts))
-        unit = _unit(parts[0].dtype)
+            return lambda: [_flat(row) for row in parts]
+        dtype = parts[0][0].dtype
+        unit = _unit(dtype)
+        send = _carried(_flat([x for row in parts for x in row]))
         out = send.new_empty(sum(lengths) * unit)
-        sizes = [n * unit for n in lengths]
-        work = dist.all_to_all_single(out, send, sizes, [p.numel() * unit for p in parts], self.group, True)
-        dtype = parts[0].dtype
+        coming, going = [n * unit for n in lengths], [sum(x.numel() for x in row) * unit for row in parts]
+        work = dist.all_to_all_single(out, send, coming, going, self.group, True)
 
         def finish() -> list[Tensor]:
             self.wait(work)
@@ -175,7 +176,7 @@ class Team:
         stretches = [torch.split(flat, lengths) for flat in flats]
         mine = lengths[wire.me]
         swapped = wire.swap(
-            [_flat([s[p] for s in stretches]) for p in range(wire.size)],
+            [[s[p] for s in stretches] for p in range(wire.size)],
             [mine * len(self.on(p)) for p in range(wire.size)],
         )
 
@@ -218,11 +219,8 @@ class Team:
     ) -> Results:
         """Every member sends a piece to every member; see `kernels.cut` and `kernels.join`."""
         mine, everyone, processes = self.mine, range(self.size), range(self.wire.size)
-        pieces: dict[tuple[int, int], Tensor] = {}
-        for m, row in zip(mine, xs):
-            cuts = [cut(comm, g, x, m) for g, x in zip(groups, row)]
-            pieces |= {(m, to): _flat([c[to] for c in cuts]) for to in everyone}
-        sent = [_flat([pieces[m, to] for m in mine for to in self.on(p)]) for p in processes]
+        cuts = {m: [cut(comm, g, x, m) for g, x in zip(groups, row)] for m, row in zip(mine, xs)}
+        sent = [[c[to] for m in mine for to in self.on(p) for c in cuts[m]] for p in processes]
         coming = {(m, to): [s[m][to] for s in shapes] for m in everyone for to in mine}
         order = [[(m, to) for m in self.on(p) for to in mine] for p in processes]
         numels = [[sum(map(math.prod, coming[pair])) for pair in pairs] for pairs in order]
