@@ -44,6 +44,7 @@ ENTRIES: Mapping[Any, Entry] = {
     aten.linalg_cholesky_ex.default: form("... !m !n -> ... !m !n, ..."),
     aten.linalg_lu_factor_ex.default: form("... !m !n -> ... !m !n, ... !pivot, ..."),
     aten.linalg_qr.default: form("... !m !n -> ... !m !q, ... !r !n"),
+    aten.linalg_eig.default: form("... !m !n -> ... !value, ... !m !n"),
     aten._linalg_eigh.default: form("... !m !n -> ... !value, ... !m !n"),
     aten._linalg_svd.default: form("... !m !n -> ... !m !u, ... !value, ... !v !n"),
     aten.linalg_lu.default: form("... !m !n -> ... !p !q, ... !l !k, ... !r !u"),

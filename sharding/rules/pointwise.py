@@ -95,7 +95,9 @@ _COPIES = [
     aten._to_copy.default,
     aten.clone.default,
     aten.alias.default,
+    aten.alias_copy.default,
     aten.detach.default,
+    aten.detach_copy.default,
     aten.lift_fresh_copy.default,
     aten.positive.default,
     aten.resolve_conj.default,
@@ -119,7 +121,12 @@ _BACKWARD = [
     aten.native_dropout_backward.default,
     aten._prelu_kernel_backward.default,
 ]
-_UNTAGGED = [aten.hardswish.default, aten._prelu_kernel.default]
+_UNTAGGED = [
+    aten.hardswish.default,
+    aten._prelu_kernel.default,
+    aten.floor_divide.default,
+    aten.floor_divide.Scalar,
+]
 
 ENTRIES: Mapping[Any, Entry] = {
     **dict.fromkeys(_SUMS, _linear_in({"self", "other"})),
