@@ -16,7 +16,7 @@ from vescale_fn.local_ops import Runs
 from vescale_fn.sharding.layout import Kind
 
 SIZE = 7
-SETTINGS = settings(max_examples=60, deadline=None)
+SETTINGS = settings(max_examples=60)
 
 
 @st.composite

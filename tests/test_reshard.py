@@ -83,7 +83,7 @@ def numbers(layout: Layout) -> simulate.Array:
     return np.random.default_rng(0).integers(-50, 50, layout.shape).astype(np.float64)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(chains(2))
 def test_plan_keeps_the_value(pair: tuple[Layout, ...]) -> None:
     src, dst = pair
@@ -92,7 +92,7 @@ def test_plan_keeps_the_value(pair: tuple[Layout, ...]) -> None:
     assert np.array_equal(simulate.assemble(parts, dst), x)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(chains(3))
 def test_a_detour_makes_no_difference(layouts: tuple[Layout, ...]) -> None:
     a, b, c = layouts
@@ -106,7 +106,7 @@ def test_a_detour_makes_no_difference(layouts: tuple[Layout, ...]) -> None:
             assert np.array_equal(other, expected)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(chains(2))
 def test_nothing_in_between_is_larger_than_source_and_target(pair: tuple[Layout, ...]) -> None:
     src, dst = pair
@@ -117,7 +117,7 @@ def test_nothing_in_between_is_larger_than_source_and_target(pair: tuple[Layout,
     assert peak_bytes(src, steps, F64) <= 8 * (sum(sizes) + max(sizes))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(chains(2))
 def test_steps_end_at_the_target_and_are_the_same_each_time(pair: tuple[Layout, ...]) -> None:
     src, dst = pair
@@ -129,7 +129,7 @@ def test_steps_end_at_the_target_and_are_the_same_each_time(pair: tuple[Layout, 
     assert plan(src, dst) == steps
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(chains(2))
 def test_blocks_that_only_change_ranks_take_one_permute(pair: tuple[Layout, ...]) -> None:
     src, dst = (even(x) for x in pair)
@@ -147,7 +147,7 @@ def blocks(layout: Layout) -> list[tuple[Runs, ...]]:
     return sorted(tuple(layout.intervals(d, k) for d in range(layout.ndim)) for k in layout.mesh.all_coords())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(chains(1))
 def test_intervals_are_the_indices_of_the_definition(layouts: tuple[Layout]) -> None:
     layout = flattened(layouts[0])

@@ -82,7 +82,7 @@ def small_problems(draw: st.DrawFn) -> tuple[Graph, dict[Var | int, States], fro
     return b.graph(*outs), inputs, data, fixed
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(small_problems())
 def test_the_cost_is_the_least_of_all_choices_within_intent(
     case: tuple[Graph, dict[Var | int, States], frozenset[int], dict[int, States]],
@@ -95,7 +95,7 @@ def test_the_cost_is_the_least_of_all_choices_within_intent(
     assert problem.cost(choice) == pytest.approx(brute_force(problem), rel=1e-9, abs=2e-11)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(small_problems())
 def test_the_fallback_finds_a_valid_choice(
     case: tuple[Graph, dict[Var | int, States], frozenset[int], dict[int, States]],
@@ -133,7 +133,7 @@ def test_without_highs_the_textbook_plans_are_found_too(
     assert summary(plan()) == exact
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(small_problems())
 def test_the_plan_does_not_depend_on_the_order_in_which_objects_were_made(
     case: tuple[Graph, dict[Var | int, States], frozenset[int], dict[int, States]],
@@ -163,7 +163,7 @@ def test_the_plan_does_not_depend_on_the_hashes_of_strings() -> None:
     assert done.stdout.strip() == plan_on_two_axes()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(small_problems(), st.lists(st.sampled_from([WHOLE, Shard(0), Shard(1), Shard(0, 2)]), min_size=3, max_size=3))
 def test_every_layout_of_a_plan_exists(
     case: tuple[Graph, dict[Var | int, States], frozenset[int], dict[int, States]], second: list[State]

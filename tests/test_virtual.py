@@ -69,13 +69,13 @@ def moves(draw: Any) -> tuple[Any, Layout, Layout]:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(moves())
 def test_collectives_keep_the_global_value(move: tuple[Any, Layout, Layout]) -> None:
     check_move(*move)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 4), st.integers(0, 9), st.integers(1, 3), st.data())
 def test_uneven_and_empty_pieces(n: int, size: int, unit: int, data: Any) -> None:
     mesh = MeshShape(("x",), (n,))
@@ -97,7 +97,7 @@ def test_uneven_and_empty_pieces(n: int, size: int, unit: int, data: Any) -> Non
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=4).filter(any), st.sampled_from(["gather", "slice", "scatter"]))
 def test_ragged_pieces(units: list[int], move: str) -> None:
     mesh = MeshShape(("x",), (len(units),))
