@@ -22,6 +22,7 @@ from vescale_fn.passes import (
     bucket,
     drop_dead_equations,
     gather_ahead,
+    hide_waits,
     optimize,
     reduce_early,
     regather,
@@ -132,6 +133,18 @@ def test_gradients_travel_while_backward_goes_on() -> None:
     last = max(i for i, e in enumerate(graph.eqns) if is_heavy(e))
     assert all(end < last for end in waits(program.graph).values())
     assert max(waits(graph).values()) > last
+
+
+def test_gradients_of_weights_are_computed_while_those_of_activations_travel() -> None:
+    """Megatron's backward: two reductions a layer, and the one behind the head."""
+    _, program, _ = raw("tp")
+    program = view_late(program)
+    plain, hidden = (
+        sum(e.phase == "backward" and len(e.outs[0].shape) > 1 for e in waits(p.graph))
+        for p in (program, hide_waits(program))
+    )
+    assert plain == 0
+    assert hidden == 2 * S.layers + 1
 
 
 @pytest.mark.parametrize("limit", [0, 2**12, 2**30])

@@ -7,6 +7,7 @@ from vescale_fn.passes.bucket import bucket
 from vescale_fn.passes.common import share_common
 from vescale_fn.passes.dead import drop_dead_equations
 from vescale_fn.passes.early import reduce_early
+from vescale_fn.passes.hide import hide_waits
 from vescale_fn.passes.in_place import update_in_place
 from vescale_fn.passes.late import view_late
 from vescale_fn.passes.overwrite import overwrite_operands
@@ -20,6 +21,7 @@ PASSES = (
     reduce_early,
     bucket,
     view_late,
+    hide_waits,
     overwrite_operands,
     update_in_place,
 )
@@ -37,6 +39,7 @@ __all__ = [
     "bucket",
     "drop_dead_equations",
     "gather_ahead",
+    "hide_waits",
     "optimize",
     "overwrite_operands",
     "reduce_early",
