@@ -129,11 +129,12 @@ def _run_alone(code: Code, inputs: list[Any], k: tuple[Any, ...], coords: Mappin
             break
         if isinstance(what, Wait):
             answer = iter(operands[0])
-            continue
-        site = what.site if isinstance(what, Start) else what
-        outs = [torch.empty(x.local_shape(coords), dtype=d) for x, d in zip(site.outs, site.dtypes)]
-        answer = iter([outs] if isinstance(what, Start) else outs)
-        del outs, operands
+        else:
+            site = what.site if isinstance(what, Start) else what
+            outs = [torch.empty(x.local_shape(coords), dtype=d) for x, d in zip(site.outs, site.dtypes)]
+            answer = iter([outs] if isinstance(what, Start) else outs)
+            del outs
+        del operands
     results: list[Any] = run
     return results
 
