@@ -28,7 +28,7 @@ def vescale_tp(c: Config, rank: int, world: int) -> Step:
 
 
 def main() -> None:
-    times, cpu = race({"vescale_fn": vescale_tp, "DTensor": rivals.dtensor_tp}, Config())
+    times, cpu = race({"vescale_fn": vescale_tp, "DTensor": rivals.dtensor_tp}, Config(), rounds=30)
     against = ratio(times, "vescale_fn", "DTensor")
     report("tp", times, {"vescale_fn / DTensor": against}, {"vescale_fn / DTensor": 0.7}, cpu)
     publish({("Megatron's tensor parallel", "DTensor"): against})
