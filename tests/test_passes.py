@@ -115,7 +115,7 @@ def test_buckets_are_as_large_as_the_limit_allows(limit: int) -> None:
 
 def test_buckets_are_large_enough_to_pay_and_small_enough_to_overlap() -> None:
     mib = 2**20
-    assert [bucket_bytes(n * mib) // mib for n in (0, 1, 8, 80, 200, 10_000)] == [1, 1, 1, 10, 25, 25]
+    assert [bucket_bytes(n * mib) // mib for n in (0, 1, 8, 80, 200, 10_000)] == [1, 1, 2, 20, 25, 25]
 
 
 def test_gradients_travel_while_backward_goes_on() -> None:

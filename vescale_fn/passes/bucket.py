@@ -21,7 +21,7 @@ from vescale_fn.sharding.work import is_heavy
 
 LARGEST = 25 * 2**20  # bytes, what DDP sends at once
 SMALLEST = 2**20  # below, what a transfer costs does not depend on its size
-PARTS = 8  # of which all but the last travel while others are computed
+PARTS = 4  # of which all but the last travel while others are computed
 
 
 def bucket_bytes(total: int) -> int:
