@@ -89,5 +89,5 @@ def publish(rows: Mapping[tuple[str, str], float]) -> None:
     known = json.loads(RESULTS.read_text())["ratios"] if RESULTS.exists() else []
     others = [r for r in known if (r["what"], r["against"]) not in rows]
     fresh = [{"what": what, "against": against, "ratio": round(r, 3)} for (what, against), r in rows.items()]
-    results = {"where": "two gloo processes on one core each", "ratios": others + fresh}
+    results = {"where": "gloo on CPU, one core a process", "ratios": others + fresh}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")

@@ -57,7 +57,7 @@ def ratios() -> str:
         return ""
     results = json.loads(path.read_text())
     rows = "\n".join(f"| {r['what']} | {r['against']} | {r['ratio']:.2f} |" for r in results["ratios"])
-    return f"| step time, {results['where']} | against | ratio |\n|---|---|---|\n{rows}\n"
+    return f"| step time, {results['where']} | against | ratio, below 1 is faster |\n|---|---|---|\n{rows}\n"
 
 
 def main() -> int:
