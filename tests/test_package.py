@@ -29,12 +29,6 @@ def test_import_loads_nothing_that_can_wait() -> None:
     assert out.strip() == "[]"
 
 
-def test_import_takes_little_time_beyond_torch() -> None:
-    code = "import torch, time; t = time.process_time(); import vescale_fn; print(time.process_time() - t)"
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
-    assert min(float(run.stdout) for run in runs) < 0.3
-
-
 def test_wheel_holds_each_module_once(tmp_path: Path) -> None:
     source = tmp_path / "source"  # building in place would leave folders behind
     leftovers = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")

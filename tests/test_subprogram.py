@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -179,15 +178,11 @@ def test_depth_costs_nothing() -> None:
     def graph(layers: int) -> Graph:
         return trace(grad(deep, (0, 1)), [torch.rand(3, 5), torch.rand(layers, 5, 5)]).graph
 
-    graph(2)
-    sizes, times = [], []
-    for layers in (2, 96):
-        start = time.perf_counter()
-        sizes.append([len(graph(layers).eqns), *(len(e.op.body.eqns) for e in sub_programs(graph(layers)))])
-        times.append(time.perf_counter() - start)
-    assert sizes[0] == sizes[1]
-    assert sizes[0][0] <= 6
-    assert times[1] < 3 * times[0]  # equal, up to the noise of the machine
+    def size(g: Graph) -> list[int]:
+        return [len(g.eqns), *(len(e.op.body.eqns) for e in sub_programs(g))]
+
+    assert size(graph(2)) == size(graph(96))
+    assert len(graph(2).eqns) <= 6
 
 
 def test_backward_reads_residuals_and_computes_nothing_again() -> None:
