@@ -190,6 +190,18 @@ class Layout:
                 runs = [r for a, b in runs for r in _digit(a, b, step, n, c)]
         return tuple(runs)
 
+    def replicas(self) -> list[list[int]]:
+        """Groups of ranks that hold the same bits: those with equal coordinates on every axis that is not whole.
+
+        >>> Layout.of(MeshShape(("dp", "tp"), (2, 2)), (4,), {"tp": Shard(0)}).replicas()
+        [[0, 2], [1, 3]]
+        """
+        axes = [a for a, s in zip(self.mesh.names, self.states) if not isinstance(s, Whole)]
+        together: dict[tuple[int, ...], list[int]] = {}
+        for rank, coords in enumerate(self.mesh.all_coords()):
+            together.setdefault(tuple(coords[a] for a in axes), []).append(rank)
+        return list(together.values())
+
     def local_size(self, dim: int, coords: Mapping[str, int]) -> int:
         """Extent of `dim` on the rank at `coords`."""
         return sum(b - a for a, b in self.intervals(dim, coords))

@@ -111,9 +111,6 @@ class Mesh:
         per = self.size // self.processes
         return range(self.process * per, (self.process + 1) * per)
 
-    def axis_size(self, axis: str) -> int:
-        return self.shape[axis]
-
     def axis_rank(self, axis: str) -> int:
         """Coordinate along `axis` of the first rank this process holds."""
         return self.shape.coords(self.local_ranks[0])[axis]

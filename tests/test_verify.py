@@ -147,6 +147,20 @@ def test_planted_fault_is_located(lowered: tuple[vf.Lowered, list[Any]], fault: 
     assert found.difference.source.line > 0
 
 
+def lose_to_zero(x: torch.Tensor, index: int) -> torch.Tensor:
+    """Zeros on the last rank of the axis."""
+    return torch.zeros_like(x) if index == 1 else x.clone()
+
+
+def test_nan_on_one_replica_and_zero_on_another_is_located() -> None:
+    x = vf.device_put(torch.full((3,), float("nan")), "d", vf.make_mesh(tp=2))
+    low = vf.pjit(lambda x: x * 2).lower(x)
+    program, wrong = _with_struck_result(low.program, 0, lose_to_zero)
+    found = verify(program, low.plan.graph, [x.full()])
+    assert found.difference is not None
+    assert (found.difference.value, found.difference.ranks) == (wrong, "rank 1, which should hold what rank 0 holds")
+
+
 def test_wrong_rule_is_located() -> None:
     """A rule that forgets that softmax needs its dim whole."""
     mesh = vf.make_mesh(tp=2)

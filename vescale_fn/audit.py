@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ def audit(tree: Any, what: str = "audit") -> None:
     arrays = {p: x for p, x in zip(paths, leaves) if isinstance(x, Array) and _is_replicated(x.layout)}
     digests = _everywhere({p: _digests(x) for p, x in arrays.items()}, next(iter(arrays.values()), None))
     for path, x in arrays.items():
-        for replicas in _replicas(x.layout):
+        for replicas in x.layout.replicas():
             held = defaultdict(list)
             for rank in replicas:
                 held[digests[path][rank]].append(rank)
@@ -55,23 +55,19 @@ def _is_replicated(layout: Layout) -> bool:
     return any(isinstance(s, Whole) and n > 1 for s, n in zip(layout.states, layout.mesh.sizes))
 
 
-def _replicas(layout: Layout) -> Iterator[list[int]]:
-    """Ranks that should hold the same bits: equal coordinates on every axis that is not whole."""
-    axes = [a for a, s in zip(layout.mesh.names, layout.states) if not isinstance(s, Whole)]
-    together: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for rank, coords in enumerate(layout.mesh.all_coords()):
-        together[tuple(coords[a] for a in axes)].append(rank)
-    return iter(together.values())
-
-
 def _digests(x: Array) -> dict[int, bytes]:
     """Hash of the part that each rank of this process holds."""
     return {rank: _digest(part) for rank, part in zip(x.mesh.local_ranks, x.shards)}
 
 
 def _digest(part: torch.Tensor) -> bytes:
-    data = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(data.numpy().tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(bits(part), digest_size=16).digest()
+
+
+def bits(x: torch.Tensor) -> bytes:
+    """What a tensor holds, byte for byte: NaN equals itself, and 0.0 is not -0.0."""
+    data: bytes = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return data
 
 
 def _everywhere(own: Mapping[str, dict[int, bytes]], example: Array | None) -> Mapping[str, Mapping[int, bytes]]:

@@ -127,4 +127,4 @@ class _Partitioner:
 
 
 def _has_state(ctx: Context) -> bool:
-    return not all(x is None or x.is_whole for x in (*ctx.ins, *ctx.outs))
+    return not all(x.is_whole for x in (*ctx.ins, *ctx.outs))

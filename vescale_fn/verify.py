@@ -7,13 +7,13 @@ bit for bit, whatever they hold.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from vescale_fn.audit import bits
 from vescale_fn.engines.virtual import VirtualEngine
 from vescale_fn.placement import cut
 from vescale_fn.program import Program
@@ -127,23 +127,18 @@ def _difference(e: Eqn, v: Var, layout: Layout, ranks: str, gap: float) -> Diffe
 def _regions(parts: Sequence[torch.Tensor], layout: Layout, want: torch.Tensor) -> Any:
     """(ranks, what they hold together, what they should) for each distinct part of the value; where replicas differ,
     the ranks that do, in words, in the place of what they hold."""
+    for first, *others in layout.replicas():
+        for r in others:
+            if bits(parts[r]) != bits(parts[first]):
+                yield "", f"rank {r}, which should hold what rank {first} holds", None
     pending = [a for a, _ in layout.partial]
-    regions: dict[Any, dict[Any, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, c in enumerate(layout.mesh.all_coords()):
-        runs = tuple(layout.intervals(d, c) for d in range(layout.ndim))
-        regions[runs][tuple(c[a] for a in pending)].append(rank)
-    for holders in regions.values():
-        ranks = sorted(r for rs in holders.values() for r in rs)
-        for replicas in holders.values():
-            for r in replicas[1:]:
-                if not _same_bits(parts[r], parts[replicas[0]]):
-                    yield "", f"rank {r}, which should hold what rank {replicas[0]} holds", None
-        pieces = torch.stack([parts[rs[0]] for _, rs in sorted(holders.items())])
-        kind = layout.partial[0][1] if layout.partial else None
-        got = pieces[0] if kind is None else _REDUCE[kind](pieces, 0)
-        one = layout.mesh.coords(ranks[0])
-        expected = cut(want, layout.with_states(dict.fromkeys(pending, WHOLE)), one)
-        yield f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}", got, expected
+    reduced = layout.with_states(dict.fromkeys(pending, WHOLE))
+    for ranks in reduced.replicas():
+        coords = {r: layout.mesh.coords(r) for r in ranks}
+        operands = {tuple(coords[r][a] for a in pending): parts[r] for r in reversed(ranks)}  # one of each replica
+        pieces = torch.stack([operands[k] for k in sorted(operands)])
+        got = _REDUCE[layout.partial[0][1]](pieces, 0) if pending else pieces[0]
+        yield f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}", got, cut(want, reduced, coords[ranks[0]])
 
 
 def _magnitude(x: torch.Tensor) -> float:
@@ -151,10 +146,6 @@ def _magnitude(x: torch.Tensor) -> float:
     finite = x[x.isfinite()] if x.dtype.is_floating_point or x.is_complex() else x
     wide = finite.to(torch.complex128 if x.is_complex() else torch.float64)
     return max(float(wide.abs().max()), 1e-30) if wide.numel() else 1e-30
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(torch.equal(a, b) or torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)))
 
 
 def _gap(got: torch.Tensor, want: torch.Tensor) -> float:

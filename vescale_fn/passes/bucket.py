@@ -48,6 +48,7 @@ def bucket(program: Program, limit: int | None = None) -> Program:
 class _Bucket:
     members: list[Eqn] = field(default_factory=list)
     waiting: list[Eqn] = field(default_factory=list)  # equations that read results of the members
+    nbytes: int = 0
 
     @property
     def phase(self) -> str:
@@ -74,10 +75,11 @@ class _Merger:
         if key is None:
             self.eqns.append(e)
             return
-        members = self.open.setdefault(key, _Bucket()).members
-        members.append(e)
+        into = self.open.setdefault(key, _Bucket())
+        into.members.append(e)
+        into.nbytes += self.program.local_bytes(e.operands[0])
         self.owner[e.outs[0]] = key
-        if sum(self.program.local_bytes(m.operands[0]) for m in members) >= self.limits[key]:
+        if into.nbytes >= self.limits[key]:
             self.send(key)
 
     def send(self, key: Any) -> None:
