@@ -67,7 +67,7 @@ class Context:
     builder: Builder
     eqn: Eqn
     ins: tuple[Layout, ...]
-    outs: tuple[Any, ...]  # of Layout; None for a result that is no tensor
+    outs: tuple[Layout, ...]  # a scalar's for a result that is no tensor
     letters: Mapping[str, str]
 
     def emit(
@@ -75,7 +75,7 @@ class Context:
         op: Any,
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
-        layouts: Sequence[Layout | None] | None = None,
+        layouts: Sequence[Layout] | None = None,
         shapes: Sequence[Sequence[int]] | None = None,
         dtypes: Sequence[Any] | None = None,
     ) -> tuple[Var, ...]:
@@ -83,7 +83,7 @@ class Context:
         layouts = self.outs if layouts is None else layouts
         if shapes is None:
             same = len(layouts) == len(self.eqn.outs)
-            shapes = [v.shape for v in self.eqn.outs] if same else [x.shape for x in layouts if x is not None]
+            shapes = [v.shape for v in self.eqn.outs] if same else [x.shape for x in layouts]
         dtypes = [v.dtype for v in self.eqn.outs] if dtypes is None else dtypes
         names = [v.name for v in self.eqn.outs] + [self.eqn.outs[0].name] * max(0, len(layouts) - len(self.eqn.outs))
         outs = tuple(self.builder.var(n, s, d, x) for n, s, d, x in zip(names, shapes, dtypes, layouts))
