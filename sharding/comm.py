@@ -16,12 +16,16 @@ gather. In any case a piece is as large as the layout of the part says (`Layout.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import get_args
 
 import torch
 
 from vescale_fn.sharding.layout import Kind, Layout
+from vescale_fn.sharding.mesh import axes_text
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,59 @@ class Exchange:
 
 
 @dataclass(frozen=True)
+class PPermute:
+    """The block of the rank at index `source` along `axes` goes to the rank at index `destination`, for each of
+    `pairs`; a rank that is nobody's destination gets zeros of its operand's shape. Blocks have equal shapes.
+
+    Raises ValueError when a rank is a source or a destination twice.
+    """
+
+    axes: tuple[str, ...]
+    pairs: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        for k, role in enumerate(("source", "destination")):
+            index, times = max(Counter(p[k] for p in self.pairs).items(), key=lambda c: c[1], default=(0, 0))
+            if times > 1:
+                raise ValueError(
+                    f"ppermute along {axes_text(self.axes)}: index {index} is the {role} in "
+                    f"{', '.join(str(p) for p in self.pairs if p[k] == index)}, and may be in one pair only. Send the "
+                    "rest with another ppermute."
+                )
+
+    @cached_property
+    def source_of(self) -> dict[int, int]:
+        """The index of whom each destination hears from."""
+        return {d: s for s, d in self.pairs}
+
+    @cached_property
+    def destination_of(self) -> dict[int, int]:
+        """The index to which each source sends."""
+        return dict(self.pairs)
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """Every rank along `axes` gets the block of the rank at index `source`."""
+
+    axes: tuple[str, ...]
+    source: int
+
+
+@dataclass(frozen=True)
+class RaggedAllToAll:
+    """Rows (of dim 0) to and from every rank along `axes`, as many as the operands say at run time.
+
+    Operands: operand, output, input_offsets, send_sizes, output_offsets, recv_sizes; the last four are vectors of ints,
+    one for each of the n ranks. This rank's rows input_offsets[i] : input_offsets[i] + send_sizes[i] go to rank i, into
+    its rows from output_offsets[i] on; recv_sizes[i] rows come from rank i. The result is `output`, with the rows that
+    arrive in place of its own, as a new tensor. (These are the semantics of jax.lax.ragged_all_to_all.)
+    """
+
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Slice:
     """Own digit of a whole piece: (pre, n, rest) -> (pre, rest). No communication."""
 
@@ -123,10 +180,12 @@ class ToPartial:
     kind: Kind = "sum"
 
 
-Collective = AllReduce | AllGather | ReduceScatter | AllToAll | Permute | Exchange
+Collective = (
+    AllReduce | AllGather | ReduceScatter | AllToAll | Permute | Exchange | PPermute | Broadcast | RaggedAllToAll
+)
 Local = Slice | ToPartial
 Comm = Collective | Local
-COLLECTIVES = (AllReduce, AllGather, ReduceScatter, AllToAll, Permute, Exchange)
+COLLECTIVES = get_args(Collective)
 COMMS = (*COLLECTIVES, Slice, ToPartial)
 
 
@@ -146,9 +205,21 @@ def identity(kind: Kind, dtype: torch.dtype) -> float | int | bool:
     return int(limits.min if kind == "max" else limits.max)
 
 
+def check_indices(comm: Comm, n: int) -> None:
+    """Raise ValueError when a PPermute or Broadcast names ranks that a group of n does not have."""
+    named = comm.source_of.items() if isinstance(comm, PPermute) else ()
+    indices = {comm.source} if isinstance(comm, Broadcast) else {i for pair in named for i in pair}
+    wrong = sorted(i for i in indices if not 0 <= i < n)
+    if wrong:
+        raise ValueError(
+            f"{comm_name(comm)} along {axes_text(comm.axes)} names index {wrong[0]}, but there are {n} ranks, with "
+            f"indices 0 to {n - 1}."
+        )
+
+
 def comm_name(comm: Comm) -> str:
-    """`all_reduce`, `slice`, ..."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(comm).__name__).lower()
+    """`all_reduce`, `ppermute`, `slice`, ..."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(comm).__name__).lower()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,19 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Protocol
 
-from vescale_fn.sharding.comm import AllReduce, Comm, Exchange, Permute, ReduceScatter, Slice, Step, ToPartial
+from vescale_fn.sharding.comm import (
+    AllReduce,
+    Broadcast,
+    Comm,
+    Exchange,
+    Permute,
+    PPermute,
+    RaggedAllToAll,
+    ReduceScatter,
+    Slice,
+    Step,
+    ToPartial,
+)
 from vescale_fn.sharding.layout import Layout, Partial, State, Whole
 
 
@@ -19,7 +31,8 @@ class Dtype(Protocol):
 
 
 def sent(comm: Comm, after: Layout) -> float:
-    """Elements that a rank sends in one collective whose result has layout `after`.
+    """Elements that a rank sends in one collective whose result has layout `after`. Of a RaggedAllToAll, whose sizes
+    are data, the most: all rows of its operand, which `after` is the layout of.
 
     >>> from vescale_fn.sharding.comm import AllGather
     >>> from vescale_fn.sharding.mesh import MeshShape
@@ -36,6 +49,10 @@ def sent(comm: Comm, after: Layout) -> float:
             return float(held * (n - 1))
         case Permute():
             return float(held)
+        case PPermute(_, pairs):
+            return float(held) if any(s != d for s, d in pairs) else 0.0
+        case Broadcast() | RaggedAllToAll():
+            return float(held) if n > 1 else 0.0
         case Exchange(axes, src, dst):
             return float(max(src.max_local_numel, dst.max_local_numel)) if axes else 0.0
         case _:

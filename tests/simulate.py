@@ -26,6 +26,8 @@ def identity(kind: Kind, dtype: np.dtype[Any]) -> Any:
     """What a reduction ignores."""
     if kind == "sum":
         return dtype.type(0)
+    if dtype.kind == "b":
+        return kind == "min"
     sign = -1 if kind == "max" else 1
     return (
         dtype.type(sign * np.inf) if dtype.kind == "f" else (np.iinfo(dtype).min if sign < 0 else np.iinfo(dtype).max)
@@ -139,12 +141,28 @@ def _in_group(comm: c.Comm, xs: list[Array], coords: list[Coords], after: Layout
         case c.Permute(src, dst):
             where = {_read(k, src, after.mesh): x for k, x in zip(coords, xs)}
             return [where[_read(k, dst, after.mesh)] for k in coords]
+        case c.PPermute(_, pairs):
+            heard = {d: xs[s] for s, d in pairs}
+            return [heard.get(i, np.zeros_like(x)) for i, x in enumerate(xs)]
+        case c.Broadcast(_, source):
+            return [xs[source]] * n
         case c.Slice(_, dim, pre):
             return [_split(_merged(x, dim, comm.flat), dim, pre, coords, after)[i] for i, x in enumerate(xs)]
         case c.ToPartial(_, kind):
             return [xs[0], *(np.full_like(x, identity(kind, x.dtype)) for x in xs[1:])]
         case c.Exchange(_, src, dst):
             return [_gathered(k, xs, coords, src, dst) for k in coords]
+
+
+def ragged_all_to_all(axes: tuple[str, ...], held: Sequence[Sequence[Array]], mesh: MeshShape) -> list[Array]:
+    """RaggedAllToAll of operands [rank][operand]."""
+    outs = [row[1].copy() for row in held]
+    for group in mesh.groups(axes):
+        for sender in group:
+            operand, _, starts, sizes, places, _ = held[sender]
+            for receiver, start, size, place in zip(group, starts, sizes, places, strict=True):
+                outs[receiver][place : place + size] = operand[start : start + size]
+    return outs
 
 
 def _read(coords: Coords, axes: tuple[str, ...], mesh: MeshShape) -> int:

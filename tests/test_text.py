@@ -8,7 +8,19 @@ from hand import Hand, aten
 from process_tasks import looped
 
 from vescale_fn.program import AxisIndex, LocalDim, Owned
-from vescale_fn.sharding.comm import AllGather, AllReduce, AllToAll, Exchange, Permute, ReduceScatter, Slice, ToPartial
+from vescale_fn.sharding.comm import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Exchange,
+    Permute,
+    PPermute,
+    RaggedAllToAll,
+    ReduceScatter,
+    Slice,
+    ToPartial,
+)
 from vescale_fn.sharding.graph import Source
 from vescale_fn.sharding.layout import WHOLE, Layout, Partial, Ragged, Shard
 from vescale_fn.sharding.mesh import MeshShape
@@ -83,6 +95,11 @@ def test_collectives() -> None:
         Exchange(("dp",), layout, layout),
         Slice(("tp",), 0),
         ToPartial(("tp",)),
+        PPermute(("tp",), ((0, 1), (1, 2), (2, 3), (3, 0))),
+        PPermute(("dp", "tp"), ((6, 0), (0, 7), (2, 1), (1, 2), (3, 3))),
+        PPermute(("tp",), ()),
+        Broadcast(("tp", "dp"), 5),
+        RaggedAllToAll(("tp",)),
     ]
     assert list(map(comm_text, comms)) == [
         "all_reduce max dp",
@@ -93,6 +110,11 @@ def test_collectives() -> None:
         "exchange dp",
         "slice dim 0 tp",
         "to_partial sum tp",
+        "ppermute 0->1->2->3->0 tp",
+        "ppermute 6->0->7 1->2->1 3->3 (dp tp)",
+        "ppermute nothing tp",
+        "broadcast from 5 (tp dp)",
+        "ragged_all_to_all tp",
     ]
 
 

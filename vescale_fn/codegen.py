@@ -33,7 +33,7 @@ from vescale_fn.fused import IN_PLACE
 from vescale_fn.liveness import last_uses, overwritable, waits
 from vescale_fn.names import Names, identifier
 from vescale_fn.program import AxisIndex, LocalDim, Owned, Program, bind_constant
-from vescale_fn.sharding.comm import COLLECTIVES, Slice, ToPartial, comm_name
+from vescale_fn.sharding.comm import COLLECTIVES, Slice, ToPartial, check_indices, comm_name
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, op_name, variables, vars_in
 from vescale_fn.site import Constant, Cut, Device, Site, Start, Wait, bind_to_rank, same_everywhere
 
@@ -137,6 +137,7 @@ class _Module:
     def site(self, e: Eqn, may_overwrite: tuple[bool, ...]) -> Site:
         """A collective, known to the text by its name."""
         layouts = self.program.layouts
+        check_indices(e.op, self.program.mesh.extent(e.op.axes))
         name = self.fresh(f"{comm_name(e.op)}_{len(self.sites)}")
         ins, outs = tuple(layouts[v] for v in e.operands), tuple(layouts[v] for v in e.outs)
         where = f"{e.source}: {e.source.code}" if e.source.file else ""

@@ -10,7 +10,7 @@ from typing import Any, overload
 import torch
 
 from vescale_fn.program import Program
-from vescale_fn.sharding.comm import COLLECTIVES, COMMS, comm_name
+from vescale_fn.sharding.comm import COLLECTIVES, COMMS, RaggedAllToAll, comm_name
 from vescale_fn.sharding.cost import sent
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Source, Var, dtype_text, is_view, op_name
 from vescale_fn.sharding.layout import Layout
@@ -23,9 +23,11 @@ aten = torch.ops.aten
 class CollectiveRow:
     """One collective of a program.
 
-    kind: all_reduce, all_gather, reduce_scatter, all_to_all, permute or exchange; `reduction` is its sum, max or min.
+    kind: all_reduce, all_gather, reduce_scatter, all_to_all, ragged_all_to_all, ppermute, broadcast, permute or
+    exchange; `reduction` is its sum, max or min.
     shape: local shape of the operand on the rank that holds most; of a bucket, its elements in one row.
-    nbytes: bytes that one rank sends each time. count: how often one step runs it (loops multiply).
+    nbytes: bytes that one rank sends each time; of a ragged_all_to_all at most, sizes and offsets not counted.
+    count: how often one step runs it (loops multiply).
     """
 
     kind: str
@@ -117,11 +119,13 @@ def equations(graph: Graph, count: int = 1) -> Iterator[tuple[Eqn, int]]:
 
 def bytes_sent(e: Eqn, layouts: Mapping[Var, Layout]) -> int:
     """Bytes that a rank sends in one collective, by ring algorithms."""
-    return sum(round(sent(e.op, layouts[o]) * o.dtype.itemsize) for o in e.outs)
+    moved = e.operands[:1] if isinstance(e.op, RaggedAllToAll) else e.outs
+    return sum(round(sent(e.op, layouts[v]) * v.dtype.itemsize) for v in moved)
 
 
 def _row(e: Eqn, count: int, layouts: Mapping[Var, Layout]) -> CollectiveRow:
-    shapes = [layouts[v].max_local_shape for v in e.operands]
+    moved = e.operands[: len(e.outs)]  # what says where rows go is no operand of a bucket
+    shapes = [layouts[v].max_local_shape for v in moved]
     shape = shapes[0] if len(shapes) == 1 else (sum(map(math.prod, shapes)),)
     return CollectiveRow(
         kind=comm_name(e.op),

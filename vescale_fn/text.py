@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vescale_fn.cost_report import bytes_sent
 from vescale_fn.program import AxisIndex, LocalDim, Owned, Program
-from vescale_fn.sharding.comm import COLLECTIVES, COMMS, Exchange, Permute, comm_name
+from vescale_fn.sharding.comm import COLLECTIVES, COMMS, Broadcast, Permute, PPermute, comm_name
 from vescale_fn.sharding.digits import factors
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, dtype_text, op_name
 from vescale_fn.sharding.layout import Layout, Ragged
 from vescale_fn.sharding.mesh import axes_text
+
+_PAIRS = 8  # of a ppermute, that are shown
 
 
 def program_text(program: Program) -> str:
@@ -92,12 +94,37 @@ def comm_text(op: Any) -> str:
     name = comm_name(op)
     if isinstance(op, Permute):
         return f"permute {axes_text(op.src)} -> {axes_text(op.dst)}"
-    if isinstance(op, Exchange):
-        return f"exchange {axes_text(op.axes)}"
+    if isinstance(op, PPermute):
+        return f"{name} {pairs_text(op.pairs)} {axes_text(op.axes)}"
+    if isinstance(op, Broadcast):
+        return f"{name} from {op.source} {axes_text(op.axes)}"
     if hasattr(op, "split_dim"):
         return f"{name} dim {op.concat_dim} -> {op.split_dim} {axes_text(op.axes)}"
     dim = f" dim {op.dim}" if hasattr(op, "dim") else ""
     return f"{name}{dim} {op.kind} {axes_text(op.axes)}" if hasattr(op, "kind") else f"{name}{dim} {axes_text(op.axes)}"
+
+
+def pairs_text(pairs: Sequence[tuple[int, int]]) -> str:
+    """Who sends to whom, as the paths that follow one rank to the next; of long paths the beginning.
+
+    >>> pairs_text([(2, 0), (0, 1), (1, 2), (4, 3)])
+    '4->3 0->1->2->0'
+    >>> pairs_text([(i, (i + 1) % 16) for i in range(16)])
+    '0->1->2->3->4->5->6->7->8->... (16 pairs)'
+    """
+    to = dict(pairs)
+    targets = set(to.values())
+    paths: list[list[int]] = []
+    shown = 0
+    for start in (*sorted(to.keys() - targets), *sorted(to)):  # open paths, then circles
+        if start in to and shown < _PAIRS:
+            path = [start]
+            while path[-1] in to and shown < _PAIRS:
+                path.append(to.pop(path[-1]))
+                shown += 1
+            paths.append(path)
+    text = " ".join("->".join(map(str, path)) for path in paths)
+    return (f"{text}->... ({len(pairs)} pairs)" if to else text) or "nothing"
 
 
 def value_text(v: Var, layouts: Mapping[Var, Layout]) -> str:

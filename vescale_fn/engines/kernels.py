@@ -17,9 +17,11 @@ from vescale_fn.sharding.comm import (
     AllGather,
     AllReduce,
     AllToAll,
+    Broadcast,
     Collective,
     Exchange,
     Permute,
+    PPermute,
     ReduceScatter,
     common_runs,
     identity,
@@ -115,6 +117,14 @@ def cut(comm: Collective, group: Group, x: Tensor, i: int) -> list[Tensor]:
             return [_taken(x, [[(a, k) for a, _, k in d] for d in _common(comm, group, i, j)]) for j in range(n)]
         case Permute():
             return [x if source_of(comm, group.mesh, j) == i else x.new_empty(0) for j in range(n)]
+        case PPermute():
+            to = comm.destination_of.get(i)
+            pieces = [x if j == to else x.new_empty(0) for j in range(n)]
+            if i not in comm.source_of:
+                pieces[i] = torch.zeros_like(x)  # who hears from nobody sends itself zeros
+            return pieces
+        case Broadcast():
+            return [x if i == comm.source else x.new_empty(0)] * n
     return [x] * n
 
 
@@ -130,6 +140,11 @@ def join(comm: Collective, group: Group, pieces: Sequence[Tensor], j: int) -> Te
             return torch.unflatten(whole, comm.dim, comm.flat) if comm.flat else whole
         case Permute():
             return pieces[source_of(comm, group.mesh, j)].clone(memory_format=torch.contiguous_format)
+        case PPermute():
+            return pieces[comm.source_of.get(j, j)].clone(memory_format=torch.contiguous_format)
+        case Broadcast():
+            return pieces[comm.source].clone(memory_format=torch.contiguous_format)
+    assert isinstance(comm, Exchange)
     out = pieces[0].new_empty(comm.dst.local_shape(group.members[j]))
     for i, piece in enumerate(pieces):
         _place(out, piece, [[(b, k) for _, b, k in d] for d in _common(comm, group, i, j)])

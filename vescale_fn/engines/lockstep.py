@@ -38,12 +38,16 @@ class LockStep:
         return list(pending)
 
     def answer(self, what: Site | Start | Wait, operands: Sequence[Sequence[Any]]) -> list[list[Any]]:
-        """What each rank gets for its request."""
-        if isinstance(what, Start):
-            return [[handle] for handle in self.start(what.site, operands)]
-        if isinstance(what, Wait):
-            return self.finish(what.site, [handle for (handle,) in operands])
-        return self.exchange(what, operands)
+        """What each rank gets for its request. Errors name the collective and the user's line."""
+        try:
+            if isinstance(what, Start):
+                return [[handle] for handle in self.start(what.site, operands)]
+            if isinstance(what, Wait):
+                return self.finish(what.site, [handle for (handle,) in operands])
+            return self.exchange(what, operands)
+        except Exception as error:
+            error.add_note(f"in {what if isinstance(what, Site) else what.site}")
+            raise
 
     def __call__(self, inputs: list[list[Any]]) -> list[list[Any]]:
         """Results [rank][leaf] for inputs [rank][leaf]; empties the inner lists. Gradients and the casts of autocast

@@ -1,4 +1,4 @@
-"""Collectives between processes, on top of three that torch.distributed has everywhere.
+"""Collectives between processes, on top of four that torch.distributed has everywhere.
 
 `Wire` moves flat buffers between the processes of one group. `Team` runs a program's collectives on it for the ranks
 that sit in those processes, one or several each: it cuts and joins with the kernels that the virtual engine runs, so
@@ -8,7 +8,7 @@ both give the same bits wherever the order of a sum is fixed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vescale_fn.engines.kernels import Group, cut, join, reduce
-from vescale_fn.sharding.comm import AllGather, AllReduce, Collective
+from vescale_fn.engines.rows import check_arrival, landed, traffic
+from vescale_fn.sharding.comm import AllGather, AllReduce, Broadcast, Collective, RaggedAllToAll
 
 # What gloo and NCCL both carry; anything else travels as bytes.
 CARRIED = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
@@ -81,6 +82,19 @@ class Wire:
 
         return finish
 
+    def spread(self, mine: Tensor, source: int) -> Callable[[], Tensor]:
+        """The buffer of one process; of the others only the length and dtype of theirs matter."""
+        if self.group is None:
+            return lambda: mine
+        buffer = _carried(mine if self.me == source else torch.empty_like(mine))
+        work, dtype = dist.broadcast(buffer, group=self.group, async_op=True, group_src=source), mine.dtype
+
+        def finish() -> Tensor:
+            self.wait(work)
+            return buffer.view(dtype)
+
+        return finish
+
     def add(self, x: Tensor) -> Callable[[], None]:
         """x becomes the sum over all processes, in an order that the library chooses."""
         work = dist.all_reduce(x, dist.ReduceOp.SUM, self.group, True)
@@ -130,6 +144,9 @@ class Team:
     ) -> Results:
         """Begin a collective on operands [local member][operand]; call what is returned for its results, in the same
         order. `groups` and `shapes` describe each operand, see `routes`. Operands of one dtype travel together."""
+        operands = [[x.resolve_conj().resolve_neg() for x in row] for row in operands]  # the wire sees memory only
+        if isinstance(comm, RaggedAllToAll):
+            return self.ragged(operands)
         started: list[tuple[list[int], Results]] = []
         for same in _by_dtype(operands[0]):
             xs = [[row[k] for k in same] for row in operands]
@@ -137,6 +154,8 @@ class Team:
                 finish = self.all_reduce(comm, xs, all(overwritable[k] for k in same))
             elif isinstance(comm, AllGather):
                 finish = self.all_gather(comm, [groups[k] for k in same], [shapes[k] for k in same], xs)
+            elif isinstance(comm, Broadcast):
+                finish = self.broadcast(comm, xs)
             else:
                 finish = self.exchange(comm, [groups[k] for k in same], [shapes[k] for k in same], xs)
             started.append((same, finish))
@@ -214,29 +233,74 @@ class Team:
         plain = comm.pre == 1 and comm.dim == 0 and not comm.flat
         return in_order and plain and math.prod(shapes[0][1:]) > 0
 
+    def broadcast(self, comm: Broadcast, xs: Sequence[Sequence[Tensor]]) -> Results:
+        owner, mine, shapes = self.owners[comm.source], self.mine, [x.shape for x in xs[0]]
+        held = mine.index(comm.source) if owner == self.wire.me else 0
+        got = self.wire.spread(_flat(xs[held]), owner)
+
+        def finish() -> list[list[Tensor]]:
+            flat, fresh = got(), owner != self.wire.me
+            return [_unflatten(flat if fresh and i == 0 else flat.clone(), shapes) for i in range(len(mine))]
+
+        return finish
+
     def exchange(
         self, comm: Collective, groups: Sequence[Group], shapes: Sequence[Any], xs: Sequence[Sequence[Tensor]]
     ) -> Results:
         """Every member sends a piece to every member; see `kernels.cut` and `kernels.join`."""
-        mine, everyone, processes = self.mine, range(self.size), range(self.wire.size)
-        cuts = {m: [cut(comm, g, x, m) for g, x in zip(groups, row)] for m, row in zip(mine, xs)}
-        sent = [[c[to] for m in mine for to in self.on(p) for c in cuts[m]] for p in processes]
+        mine, everyone = self.mine, range(self.size)
+        cuts = [[cut(comm, g, x, m) for g, x in zip(groups, row)] for m, row in zip(mine, xs)]
         coming = {(m, to): [s[m][to] for s in shapes] for m in everyone for to in mine}
-        order = [[(m, to) for m in self.on(p) for to in mine] for p in processes]
-        numels = [[sum(map(math.prod, coming[pair])) for pair in pairs] for pairs in order]
-        got = self.wire.swap(sent, [sum(n) for n in numels])
+        got = self.trade(cuts, coming)
 
         def finish() -> list[list[Tensor]]:
-            arrived = {
-                pair: _unflatten(x, coming[pair])
-                for buffer, pairs, n in zip(got(), order, numels)
-                for pair, x in zip(pairs, torch.split(buffer, n))
-            }
+            arrived = got()
             return [
                 [join(comm, g, [arrived[m, to][k] for m in everyone], to) for k, g in enumerate(groups)] for to in mine
             ]
 
         return finish
+
+    def ragged(self, operands: Sequence[Sequence[Tensor]]) -> Results:
+        """Who sends how many rows where is swapped first, and checked by who receives them; then the rows."""
+        mine, everyone = self.mine, range(self.size)
+        said = [traffic(row, m, self.size) for m, row in zip(mine, operands)]
+        news = self.trade(
+            [[s.told(row[0].device)] for s, row in zip(said, operands)],
+            {(m, to): [(2,)] for m in everyone for to in mine},
+        )()
+        told = {pair: tuple(x.tolist()) for pair, (x,) in news.items()}
+        for s, row in zip(said, operands):
+            check_arrival(row[1], s, [told[m, s.member] for m in everyone])
+        got = self.trade(
+            [[s.sent(row[0])] for s, row in zip(said, operands)],
+            {pair: [(size, *operands[0][0].shape[1:])] for pair, (size, _) in told.items()},
+        )
+
+        def finish() -> list[list[Tensor]]:
+            arrived = got()
+            return [
+                [landed(row[1], [told[m, to] for m in everyone], [arrived[m, to][0] for m in everyone])]
+                for to, row in zip(mine, operands)
+            ]
+
+        return finish
+
+    def trade(
+        self, pieces: Sequence[Sequence[Sequence[Tensor]]], coming: Mapping[tuple[int, int], Sequence[Sequence[int]]]
+    ) -> Callable[[], dict[tuple[int, int], list[Tensor]]]:
+        """Every member sends pieces [local member][operand][to] to every member. What arrives, by sender and receiver;
+        `coming` are its shapes."""
+        mine, processes = self.mine, range(self.wire.size)
+        sent = [[c[to] for row in pieces for to in self.on(p) for c in row] for p in processes]
+        order = [[(m, to) for m in self.on(p) for to in mine] for p in processes]
+        numels = [[sum(map(math.prod, coming[pair])) for pair in pairs] for pairs in order]
+        got = self.wire.swap(sent, [sum(n) for n in numels])
+        return lambda: {
+            pair: _unflatten(x, coming[pair])
+            for buffer, pairs, n in zip(got(), order, numels)
+            for pair, x in zip(pairs, torch.split(buffer, n))
+        }
 
 
 def _after(work: Callable[[], None], results: list[list[Tensor]]) -> Results:

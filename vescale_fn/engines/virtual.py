@@ -11,7 +11,9 @@ from vescale_fn.codegen import generate
 from vescale_fn.engines.engine import Executable
 from vescale_fn.engines.kernels import collective
 from vescale_fn.engines.lockstep import LockStep
+from vescale_fn.engines.rows import ragged_all_to_all
 from vescale_fn.program import Program
+from vescale_fn.sharding.comm import RaggedAllToAll
 from vescale_fn.sharding.mesh import Mesh
 from vescale_fn.site import Site
 
@@ -43,6 +45,10 @@ class VirtualExecutable(LockStep):
         for ranks in mesh.groups(site.comm.axes):
             for i in range(len(site.outs)):
                 group = site.group(mesh.coords(ranks[0]), i)
-                for rank, out in zip(ranks, collective(site.comm, group, [operands[r][i] for r in ranks])):
+                if isinstance(site.comm, RaggedAllToAll):
+                    outs = ragged_all_to_all([operands[r] for r in ranks])
+                else:
+                    outs = collective(site.comm, group, [operands[r][i] for r in ranks])
+                for rank, out in zip(ranks, outs):
                     answers[rank].append(out)
         return answers
