@@ -171,12 +171,12 @@ def test_one_node_under_make_fx(opt: optim.Optimizer) -> None:
 def test_in_place_form_writes_what_the_functional_form_returns(op: Any) -> None:
     names = [a.name for a in op._schema.arguments if not a.kwarg_only]
     kw = {a.name: {"float": 0.5, "bool": False}[str(a.type)] for a in op._schema.arguments if a.kwarg_only}
-    args = [[t.abs() for t in params_of(i).values()] for i, _ in enumerate(names[:-2])]
+    args = [[t.abs() for t in params_of(i).values()] for i, _ in enumerate(names[:-3])]
     if "max_exp_avg_sqs" in names:
         args[-1] = []  # no amsgrad
     lr = torch.tensor(0.1) if op._overloadname == "tensor_lr" else 0.1
-    expected = op(*args, torch.ones(()), lr, **kw)
-    results = fused.IN_PLACE[op](*args, torch.ones(()), lr, **kw)
+    expected = op(*args, torch.ones(()), lr, None, **kw)
+    results = fused.IN_PLACE[op](*args, torch.ones(()), lr, None, **kw)
     assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
     assert all(a is b for a, b in zip(results, fused.written(args), strict=True))
 
@@ -187,8 +187,8 @@ def test_rule_ties_the_lists_element_by_element() -> None:
 
     lists = [column(n) for n in ("p", "g", "m", "v")]
     step = Var("step", (), torch.float32)
-    op = torch.ops.vescale_fn.fused_adamw.default
-    eqn = Eqn(op, (*lists, [], step, 0.1), {}, (*column("p2"), *column("m2"), *column("v2")))
+    op = torch.ops.vescale_fn.fused_adam.default
+    eqn = Eqn(op, (*lists, [], step, 0.1, None), {}, (*column("p2"), *column("m2"), *column("v2")))
     rule = fused.RULES[op](eqn)
     assert rule is not None
     assert str(rule) == (
@@ -240,7 +240,9 @@ def test_clipping_half_precision_sums_in_float32() -> None:
             "trained. Keep other values in a tree of their own.",
         ),
         (
-            lambda: optim.sgd().step({"w": torch.ones(3)}, optim.sgd().init({}), {"w": torch.ones(2)}),
+            lambda: optim.sgd().step(
+                {"w": torch.ones(3)}, optim.sgd().init({"w": torch.ones(2)}), {"w": torch.ones(2)}
+            ),
             "sgd(lr=0.001, momentum=0.0, weight_decay=0.0): the gradient of w is torch.float32 of shape [3], but the "
             "parameter is torch.float32 of shape [2].",
         ),

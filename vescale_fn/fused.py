@@ -1,13 +1,13 @@
 """Optimizer updates as list operations: all parameters of one dtype in one node.
 
-`torch.ops.vescale_fn.fused_adamw` and its like are functional: they return updated copies, params first, then each
+`torch.ops.vescale_fn.fused_adam` and its like are functional: they return updated copies, params first, then each
 list of moments. `IN_PLACE` maps them to functions with the same signature that write into their operands instead,
 for steps whose state is donated. Both forms end in the aten kernel that `torch.optim` uses with `fused=True`.
 `RULES` says how they may be sharded.
 
 Operands are lists with one tensor per parameter: params, grads, then the moments (a list that an algorithm does not
 use is empty). `step` counts updates, this one included: a 0-d float32 tensor on the device of the parameters. `lr`
-is a float, or a 0-d tensor in the overload `tensor_lr`.
+is a float, or a 0-d tensor in the overload `tensor_lr`. Where `skip` is given and true, nothing changes.
 """
 
 from __future__ import annotations
@@ -25,22 +25,6 @@ from vescale_fn.sharding.rules.registry import Entry
 Tensors = list[Tensor]
 
 
-def adamw_(
-    params: Tensors,
-    grads: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    max_exp_avg_sqs: Tensors,
-    step: Tensor,
-    lr: float | Tensor,
-    **settings: Any,
-) -> Tensors:
-    """AdamW in place; returns the operands that it wrote."""
-    steps = [step] * len(params)
-    torch._fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, lr=_rate(lr), **settings)
-    return [*params, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs]
-
-
 def adam_(
     params: Tensors,
     grads: Tensors,
@@ -49,28 +33,45 @@ def adam_(
     max_exp_avg_sqs: Tensors,
     step: Tensor,
     lr: float | Tensor,
+    skip: Tensor | None,
+    *,
+    decoupled: bool,
     **settings: Any,
 ) -> Tensors:
-    """Adam in place; returns the operands that it wrote."""
-    steps = [step] * len(params)
-    torch._fused_adam_(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, lr=_rate(lr), **settings)
+    """Adam, or with `decoupled` weight decay AdamW, in place; returns the operands that it wrote."""
+    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    moments = (exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
+    kernel(params, grads, *moments, [step] * len(params), lr=_rate(lr), found_inf=_found_inf(skip), **settings)
     return [*params, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs]
 
 
 def sgd_(
-    params: Tensors, grads: Tensors, momentum_buffers: Tensors, step: Tensor, lr: float | Tensor, **settings: Any
+    params: Tensors,
+    grads: Tensors,
+    momentum_buffers: Tensors,
+    step: Tensor,
+    lr: float | Tensor,
+    skip: Tensor | None,
+    **settings: Any,
 ) -> Tensors:
     """SGD in place; returns the operands that it wrote."""
     # The first gradient enters the momentum undampened. Without dampening that is what zero buffers give anyway, and
     # reading the step, which waits for a GPU, is not needed.
     first = settings["dampening"] != 0 and bool(step == 1)
-    torch._fused_sgd_(params, grads, momentum_buffers, lr=_rate(lr), is_first_step=first, **settings)
+    kernel: Any = torch._fused_sgd_
+    found_inf = _found_inf(skip)
+    kernel(params, grads, momentum_buffers, lr=_rate(lr), is_first_step=first, found_inf=found_inf, **settings)
     return [*params, *momentum_buffers]
 
 
 def _rate(lr: float | Tensor) -> float | Tensor:
     """The learning rate as the aten kernels want it: on a GPU they read a float32, on a CPU a number."""
     return lr.float() if isinstance(lr, Tensor) and lr.is_cuda else lr
+
+
+def _found_inf(skip: Tensor | None) -> Tensor | None:
+    """What makes the aten kernels leave everything as it is."""
+    return None if skip is None else skip.float()
 
 
 def written(args: Sequence[Any]) -> list[Any]:
@@ -100,17 +101,14 @@ def _fake(*args: Any, **_: Any) -> Tensors:
 
 _ADAM = (
     "(Tensor[] params, Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] max_exp_avg_sqs, Tensor step, "
-    "{lr} lr, *, float beta1, float beta2, float eps, float weight_decay, bool amsgrad, bool maximize) -> Tensor[]"
+    "{lr} lr, Tensor? skip, *, bool decoupled, float beta1, float beta2, float eps, float weight_decay, bool amsgrad, "
+    "bool maximize) -> Tensor[]"
 )
 _SGD = (
-    "(Tensor[] params, Tensor[] grads, Tensor[] momentum_buffers, Tensor step, {lr} lr, *, float momentum, "
-    "float dampening, float weight_decay, bool nesterov, bool maximize) -> Tensor[]"
+    "(Tensor[] params, Tensor[] grads, Tensor[] momentum_buffers, Tensor step, {lr} lr, Tensor? skip, *, "
+    "float momentum, float dampening, float weight_decay, bool nesterov, bool maximize) -> Tensor[]"
 )
-_ALGORITHMS: dict[str, tuple[str, Callable[..., Tensors]]] = {
-    "adamw": (_ADAM, adamw_),
-    "adam": (_ADAM, adam_),
-    "sgd": (_SGD, sgd_),
-}
+_ALGORITHMS: dict[str, tuple[str, Callable[..., Tensors]]] = {"adam": (_ADAM, adam_), "sgd": (_SGD, sgd_)}
 
 _LIBRARY: Any = torch.library.Library("vescale_fn", "FRAGMENT")  # type: ignore[no-untyped-call]
 UPDATES: dict[str, Any] = {}  # by the name of the algorithm

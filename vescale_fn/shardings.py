@@ -116,13 +116,13 @@ class Rules:
     def match(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[SpecLike]:
         """The spec of each of these leaves."""
         for pattern, _ in self.patterns:
-            if pattern != "*" and not any(_matches(p, pattern) for p in paths):
-                raise ValueError(f"rules: '{pattern}' matches no leaf. The leaves are: {_five(paths)}.")
+            if pattern != "*" and not any(matches(p, pattern) for p in paths):
+                raise ValueError(f"rules: '{pattern}' matches no leaf. The leaves are: {five(paths)}.")
         found = [self._first(p, leaf) for p, leaf in zip(paths, leaves)]
         lost = [p for p, spec in zip(paths, found) if spec is None]
         if lost:
             raise ValueError(
-                f"rules: no rule matches {_five(lost)}. Add rules for them, or end with '*': '...', which keeps the "
+                f"rules: no rule matches {five(lost)}. Add rules for them, or end with '*': '...', which keeps the "
                 "rest whole."
             )
         return [s for s in found if s is not None]
@@ -130,7 +130,7 @@ class Rules:
     def _first(self, path: str, leaf: Any) -> SpecLike | None:
         if not getattr(leaf, "shape", ()):  # a leaf without dims is whole
             return ""
-        return next((spec for pattern, spec in self.patterns if _matches(path, pattern)), None)
+        return next((spec for pattern, spec in self.patterns if matches(path, pattern)), None)
 
     def table(self, tree: Any, mesh: Mesh) -> str:
         """Path, shape, spec and MiB per rank of each leaf, as a table."""
@@ -159,11 +159,11 @@ def rules(patterns: Mapping[str, SpecLike], **sizes: int | Sequence[int]) -> Rul
     return Rules(tuple(patterns.items()), tuple((k, v if isinstance(v, int) else tuple(v)) for k, v in sizes.items()))
 
 
-def _matches(path: str, pattern: str) -> bool:
+def matches(path: str, pattern: str) -> bool:
     return fnmatchcase(path, pattern) or fnmatchcase(path, f"*.{pattern}")
 
 
-def _five(paths: Sequence[str]) -> str:
+def five(paths: Sequence[str]) -> str:
     more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
     return one_line([f"'{p}'" for p in paths[:5]]) + more
 

@@ -180,7 +180,7 @@ class Trace:
             constants[:] = [_DYNAMIC if _is_dynamic(x) else x for x in leaves]
             return [x for x in leaves if _is_dynamic(x)]
 
-        with _compiling_flag(), self.mode:  # a step without tensor arguments finds its mode here
+        with compiling_flag(), self.mode:  # a step without tensor arguments finds its mode here
             gm = make_fx(body, self.decompositions, tracing_mode="fake")(*[arguments[i] for i in dynamic])
         if not is_functional(gm):
             gm = functionalized(gm, self.decompositions)
@@ -358,7 +358,7 @@ def _sym_float(mode: FakeTensorMode, value: float, name: str) -> torch.SymFloat:
 
 
 @contextlib.contextmanager
-def _compiling_flag() -> Iterator[None]:
+def compiling_flag() -> Iterator[None]:
     """torch.compiler.is_compiling() is true inside: models leave out checks that read values."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
