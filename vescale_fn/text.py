@@ -8,7 +8,7 @@ from typing import Any
 
 from vescale_fn.cost_report import bytes_sent
 from vescale_fn.program import AxisIndex, LocalDim, Owned, Program
-from vescale_fn.sharding.comm import COLLECTIVES, COMMS, Broadcast, Permute, PPermute, comm_name
+from vescale_fn.sharding.comm import COLLECTIVES, COMMS, Broadcast, Permute, PPermute, RaggedAllToAll, comm_name
 from vescale_fn.sharding.digits import factors
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, dtype_text, op_name
 from vescale_fn.sharding.layout import Layout, Ragged
@@ -74,7 +74,8 @@ def _wrapped(text: str) -> list[str]:
 
 def _call_text(e: Eqn, program: Program) -> str:
     if isinstance(e.op, COMMS):
-        sent = f"  sends {bytes_sent(e, program.layouts):,} B" if isinstance(e.op, COLLECTIVES) else ""
+        most = "up to " if isinstance(e.op, RaggedAllToAll) else ""
+        sent = f"  sends {most}{bytes_sent(e, program.layouts):,} B" if isinstance(e.op, COLLECTIVES) else ""
         return f"{comm_text(e.op)} ({', '.join(map(_argument, e.args))}){sent}"
     if isinstance(e.op, Scan):
         name = f"scan x{e.op.length}" + (" reversed" if e.op.reverse else "")

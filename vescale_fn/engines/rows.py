@@ -40,10 +40,10 @@ def traffic(operands: Sequence[Tensor], member: int, n: int) -> Traffic:
     Raises ValueError when a vector does not have one int for each member, or names rows that the operand has not.
     """
     operand, output, *vectors = operands
-    if operand.dtype != output.dtype or operand.shape[1:] != output.shape[1:]:
+    if not operand.ndim or operand.dtype != output.dtype or operand.shape[1:] != output.shape[1:] or not output.ndim:
         raise ValueError(
-            f"ragged_all_to_all moves rows from operands into outputs of the same dtype and row shape, not from "
-            f"{operand.dtype} of shape {list(operand.shape)} into {output.dtype} of shape {list(output.shape)}."
+            "ragged_all_to_all moves rows (of dim 0) from operands into outputs of the same dtype and row shape, not "
+            f"from {operand.dtype} of shape {list(operand.shape)} into {output.dtype} of shape {list(output.shape)}."
         )
     for name, x in zip(VECTORS, vectors):
         if x.shape != (n,) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
@@ -61,9 +61,8 @@ def traffic(operands: Sequence[Tensor], member: int, n: int) -> Traffic:
     return said
 
 
-def landed(output: Tensor, places: Sequence[tuple[int, int]], rows: Sequence[Tensor]) -> Tensor:
-    """A new tensor: the output of a member, the rows from each member in the (size, offset) that it told."""
-    out = output.clone(memory_format=torch.contiguous_format)
+def land(out: Tensor, places: Sequence[tuple[int, int]], rows: Sequence[Tensor]) -> Tensor:
+    """Write the rows from each member where its (size, offset) says. Returns `out`."""
     for (size, start), piece in zip(places, rows):
         out.narrow(0, start, size).copy_(piece)
     return out
@@ -95,5 +94,6 @@ def ragged_all_to_all(rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     for j in everyone:
         output, places = rows[j][1], [(said[i].send_sizes[j], said[i].output_offsets[j]) for i in everyone]
         check_arrival(output, said[j], places)
-        results.append(landed(output, places, [sent[i][j] for i in everyone]))
+        out = output.clone(memory_format=torch.contiguous_format)
+        results.append(land(out, places, [sent[i][j] for i in everyone]))
     return results

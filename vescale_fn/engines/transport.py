@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vescale_fn.engines.kernels import Group, cut, join, reduce
-from vescale_fn.engines.rows import check_arrival, landed, traffic
+from vescale_fn.engines.rows import check_arrival, land, traffic
 from vescale_fn.sharding.comm import AllGather, AllReduce, Broadcast, Collective, RaggedAllToAll
 
 # What gloo and NCCL both carry; anything else travels as bytes.
@@ -276,12 +276,13 @@ class Team:
             [[s.sent(row[0])] for s, row in zip(said, operands)],
             {pair: [(size, *operands[0][0].shape[1:])] for pair, (size, _) in told.items()},
         )
+        outs = [_copy(row[1]) for row in operands]
 
         def finish() -> list[list[Tensor]]:
             arrived = got()
             return [
-                [landed(row[1], [told[m, to] for m in everyone], [arrived[m, to][0] for m in everyone])]
-                for to, row in zip(mine, operands)
+                [land(out, [told[m, to] for m in everyone], [arrived[m, to][0] for m in everyone])]
+                for to, out in zip(mine, outs)
             ]
 
         return finish
