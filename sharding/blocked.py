@@ -31,18 +31,20 @@ def blocked(problem: Problem, mesh: MeshShape, roles: Mapping[Var, str], ops: Ab
             continue
         owner: dict[Node, int] = {}
         for group, given in enumerate(seeds(problem, axis, roles)):
-            met = set(_walk(problem, n, given, group, owner))
+            met = set(_walk(problem, axis, n, given, group, owner))
             found |= {node.eqn for node in met if node not in owner and node.eqn and node.eqn.op in ops}
     return found
 
 
-def _walk(problem: Problem, n: int, given: Seeds, group: int, owner: dict[Node, int]) -> Iterator[Node]:
+def _walk(
+    problem: Problem, axis: str, n: int, given: Seeds, group: int, owner: dict[Node, int]
+) -> Iterator[Node]:
     """Push the seeds through the rules as far as they get. Yields the nodes where they meet a letter that must be
     whole; `owner` notes the nodes that they pass."""
     queue, seen = list(given), set(given)
     for v, state in queue:
         for node, slot in problem.touching(v):
-            if node.rule is None or node.layout is not None or owner.get(node, group) != group:
+            if node.rule is None or node.given(axis) or owner.get(node, group) != group:
                 continue
             free = replace(node.rule, whole=frozenset()) if node.rule.whole else node.rule
             strategy = strategy_for(free, slot, state, n)

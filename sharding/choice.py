@@ -38,7 +38,8 @@ class AxisProblem:
     def can_convert(self, v: Var, src: State, dst: State) -> bool:
         """Whether a value may be brought from one state into another."""
         if isinstance(dst, Partial) and src != dst:
-            asked = any(u.layout is not None and u.layout[self.axis] == dst for u, _ in self.problem.users.get(v, ()))
+            users = ((u.given(self.axis), i) for u, i in self.problem.users.get(v, ()))
+            asked = any(given is not None and given.operands[i] == dst for given, i in users)
             return asked and not isinstance(src, Partial)
         return True
 

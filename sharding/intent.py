@@ -27,10 +27,11 @@ def seeds(problem: Problem, axis: str, roles: Mapping[Var, str]) -> tuple[Seeds,
     """
     groups: tuple[list[tuple[Var, Shard]], ...] = ([], [], [])
     for node in problem.nodes:
-        state = node.layout[axis] if node.layout else None
-        if isinstance(state, Shard):
+        given = node.given(axis)
+        found = [(v, s) for v, s in zip(node.values, given.states) if isinstance(s, Shard)] if given else []
+        if found:
             is_data = not node.operands and roles.get(node.results[0]) == "data"
-            groups[2 if node.eqn else 0 if is_data else 1].extend((v, state) for v in node.values)
+            groups[2 if node.eqn else 0 if is_data else 1].extend(found)
     return groups
 
 
@@ -52,7 +53,7 @@ def strategies_within(
                 continue
             seen.add((v, state))
             for node, slot in problem.touching(v):
-                if node.rule is None or node.layout is not None or owner.get(node, group) != group:
+                if node.rule is None or node.given(axis) or owner.get(node, group) != group:
                     continue
                 strategy = strategy_for(node.rule, slot, state, n)
                 if strategy is None or strategy in found[node] or not fits(node, strategy):
@@ -60,23 +61,20 @@ def strategies_within(
                 owner[node] = group
                 found[node].append(strategy)
                 queue += [(w, s) for w, s in zip(node.values, strategy.states) if isinstance(s, Shard)]
-    _add_partial(problem, found, fits)
+    _add_partial(problem, axis, found, fits)
     return found
 
 
 def _given(node: Node, axis: str) -> list[Strategy]:
-    if node.layout is None:
-        return [whole_strategy(len(node.operands), len(node.results))]
-    state = node.layout[axis]
-    return [Strategy((state,) * len(node.operands), (state,) * len(node.results))]
+    return [node.given(axis) or whole_strategy(len(node.operands), len(node.results))]
 
 
 # --- partial values -----------------------------------------------------------------------------------------------
 
 
-def _add_partial(problem: Problem, found: Strategies, fits: Fits) -> None:
+def _add_partial(problem: Problem, axis: str, found: Strategies, fits: Fits) -> None:
     """Add the strategies that pass partial values on, as far as partial values can get."""
-    linear = [x for x in problem.nodes if x.rule and not x.layout and (x.rule.linear or x.rule.through)]
+    linear = [x for x in problem.nodes if x.rule and not x.given(axis) and (x.rule.linear or x.rule.through)]
     pending = _made_partial(found)
     if not pending:
         return

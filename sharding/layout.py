@@ -10,7 +10,7 @@ and the rank with coordinate c holds the indices with digit == c. So `pre=1` is 
 States of different axes are independent; equal layouts compare equal; removing an axis from a layout leaves the
 others as they are. A leading factor that does not divide evenly is cut like `torch.chunk`: `Shard(dim, pre,
 uneven=size of that factor)`, where axes that cut the same factor nest in order of `pre`. `Ragged` names the units
-of each rank. Axes of size 1 are always `Whole`.
+of each rank. `Manual` says that every rank holds a tensor of its own. Axes of size 1 are always `Whole`.
 """
 
 from __future__ import annotations
@@ -69,8 +69,17 @@ class Ragged:
         return f"ragged {self.dim} {list(self.units)}"
 
 
-State = Whole | Partial | Shard | Ragged
+@dataclass(frozen=True, order=True)
+class Manual:
+    """Each rank along the axis holds a tensor of its own, of the whole shape: a value inside a `shard_map` over it."""
+
+    def __str__(self) -> str:
+        return "manual"
+
+
+State = Whole | Partial | Shard | Ragged | Manual
 WHOLE = Whole()
+MANUAL = Manual()
 
 
 def chunk(size: int, n: int, index: int) -> tuple[int, int]:
@@ -130,6 +139,11 @@ class Layout:
     def is_whole(self) -> bool:
         """Every rank holds the whole value."""
         return all(isinstance(s, Whole) for s in self.states)
+
+    @cached_property
+    def is_local(self) -> bool:
+        """What a rank holds is a whole tensor, be it the same for all or its own."""
+        return all(isinstance(s, (Whole, Manual)) for s in self.states)
 
     @cached_property
     def is_even(self) -> bool:

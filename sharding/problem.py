@@ -12,11 +12,35 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
+from vescale_fn.sharding.candidates import Strategy
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var
-from vescale_fn.sharding.layout import Layout
+from vescale_fn.sharding.layout import MANUAL, WHOLE, Layout
 from vescale_fn.sharding.rules.rule import Dims, Rule
 
 RuleFor = Callable[[Eqn], Rule | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Regions:
+    """Where every rank computes what it wants (the bodies of `shard_map`). The solver leaves the axes of a region alone
+    and decides for the others.
+
+    manual: axes along which a value belongs to each rank. boundary: what an equation at the edge of a region asks for
+    on its axes.
+    """
+
+    manual: Mapping[Var, frozenset[str]] = field(default_factory=dict)
+    boundary: Mapping[Eqn, Mapping[str, Strategy]] = field(default_factory=dict)
+
+    def fixed(self, node: Node) -> dict[str, Strategy]:
+        """By axis, the only way in which a node may run."""
+        boundary = self.boundary.get(node.eqn, {}) if node.eqn else {}
+        inside = {a for v in node.values for a in self.manual.get(v, ())}
+        return {**{a: self._inside(node, a) for a in sorted(inside)}, **boundary}
+
+    def _inside(self, node: Node, axis: str) -> Strategy:
+        states = [MANUAL if axis in self.manual.get(v, ()) else WHOLE for v in node.values]
+        return Strategy(tuple(states[: len(node.operands)]), tuple(states[len(node.operands) :]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +51,7 @@ class Node:
     layout: the one layout that operands and results have, if the user fixed it.
     eqn, slots: the equation this is (part of), and the place of each operand among its operands (-1: none).
     times: how often it runs.
+    fixed: on some axes, the only strategy.
     """
 
     operands: tuple[Var, ...]
@@ -36,6 +61,7 @@ class Node:
     eqn: Eqn | None = None
     slots: tuple[int, ...] = ()
     times: int = 1
+    fixed: Mapping[str, Strategy] = field(default_factory=dict)
 
     @property
     def values(self) -> tuple[Var, ...]:
@@ -46,6 +72,13 @@ class Node:
     def is_carry(self) -> bool:
         """Whether it ties the start, body and end of what a loop carries: (start, body out) -> (body in, end)."""
         return self.eqn is not None and isinstance(self.eqn.op, Scan) and len(self.operands) == 2
+
+    def given(self, axis: str) -> Strategy | None:
+        """The only way in which it may run on an axis, if there is but one."""
+        if self.layout is None:
+            return self.fixed.get(axis)
+        state = self.layout[axis]
+        return Strategy((state,) * len(self.operands), (state,) * len(self.results))
 
     @property
     def is_operation(self) -> bool:
@@ -63,8 +96,11 @@ class Problem:
     users: dict[Var, list[tuple[Node, int]]] = field(default_factory=dict)
     times: dict[Var, int] = field(default_factory=dict)
     outputs: list[Node | None] = field(default_factory=list)
+    regions: Regions = field(default_factory=Regions)
 
     def add(self, node: Node) -> Node:
+        fixed = self.regions.fixed(node)
+        node = replace(node, fixed=fixed) if fixed else node
         self.nodes.append(node)
         for i, v in enumerate(node.operands):
             self.users.setdefault(v, []).append((node, i))
@@ -87,9 +123,10 @@ def build(
     constraints: Mapping[Eqn, Layout],
     rule_for: RuleFor,
     continues: Mapping[int, Var],
+    regions: Regions = Regions(),  # noqa: B008 - frozen
 ) -> Problem:
     """The problem of a graph; arguments as for `solve`."""
-    problem = Problem()
+    problem = Problem(regions=regions)
     free = [o for o in sorted(continues, reverse=True) if outputs[o] is None and continues[o] not in inputs]
     tied = {continues[o]: o for o in free}  # inputs whose layout is that of an output, the first one
     for v in graph.inputs:

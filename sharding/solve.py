@@ -21,7 +21,7 @@ from vescale_fn.sharding.intent import seeds, strategies_within
 from vescale_fn.sharding.layout import Layout, Ragged, Shard, State
 from vescale_fn.sharding.mesh import MeshShape
 from vescale_fn.sharding.plan import Plan
-from vescale_fn.sharding.problem import Node, Problem, RuleFor, build
+from vescale_fn.sharding.problem import Node, Problem, Regions, RuleFor, build
 from vescale_fn.sharding.report import messages
 from vescale_fn.sharding.work import heavy_seconds, is_heavy, light_seconds
 
@@ -38,6 +38,7 @@ def solve(
     constraints: Mapping[Eqn, Layout],
     rule_for: RuleFor,
     continues: Mapping[int, Var],
+    regions: Regions = Regions(),  # noqa: B008 - frozen
 ) -> Plan:
     """The cheapest plan within the user's intent. Deterministic.
 
@@ -47,8 +48,9 @@ def solve(
     constraints: equations that only fix a layout, and it.
     rule_for: the rule of an equation; None: whole on every rank.
     continues: outputs that must have the layout of an input, where neither is fixed.
+    regions: parts of the graph whose axes are not the solver's.
     """
-    problem = build(graph, inputs, outputs, constraints, rule_for, continues)
+    problem = build(graph, inputs, outputs, constraints, rule_for, continues, regions)
     solver = _Solver(problem, mesh, graph, roles, {v: float(v.nbytes) for v in problem.makers})
     for axis, n in zip(mesh.names, mesh.sizes):
         if n > 1:

@@ -23,7 +23,7 @@ _SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh.default,
 
 # What reads only the shape of its operand, and the number that it fills the result with: factories, and what is left of
 # writes that overwrite the whole tensor. As they are they would tie the layout of the result to a tensor never read.
-_FILLS: dict[Any, Callable[[Any], Any]] = {
+FILLS: dict[Any, Callable[[Any], Any]] = {
     **dict.fromkeys(
         [
             aten.zero.default,
@@ -102,8 +102,8 @@ class _Converter:
         if _is_copy(node):
             return args[0]
         name, val = re.sub(r"_\d+$", "", node.name), node.meta["val"]
-        if node.target in _FILLS:
-            return self.full(name, val, _FILLS[node.target](args), node.meta)
+        if node.target in FILLS:
+            return self.full(name, val, FILLS[node.target](args), node.meta)
         if node.target is aten.copy.default:
             return self.copied(args[1], val, node.meta)
         op = node.target.op if isinstance(node.target, SubProgram) else node.target

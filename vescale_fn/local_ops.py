@@ -330,3 +330,15 @@ def unless_empty(
         for shape, dtype in zip(shapes, dtypes)
     )
     return out if len(out) > 1 else out[0]
+
+
+# --- regions ------------------------------------------------------------------------------------------------------
+
+
+def keep(x: Tensor, position: int, index: int) -> Tensor:
+    """x on the rank whose position is `index`, zeros on the others.
+
+    >>> keep(torch.ones(2), 1, 0)
+    tensor([0., 0.])
+    """
+    return x.clone() if position == index else torch.zeros_like(x)

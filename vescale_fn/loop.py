@@ -20,6 +20,10 @@ from vescale_fn.form import Form, operand_avals
 from vescale_fn.functional import outside_transforms
 from vescale_fn.interpret import evaluate_equation, run_graph
 from vescale_fn.primitives import RESHARD, constrained
+from vescale_fn.regions.moves import move_of
+from vescale_fn.regions.ops import RAGGED_ALL_TO_ALL
+from vescale_fn.regions.ragged import exchange_rows
+from vescale_fn.regions.region import current_region
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan
 from vescale_fn.split import as_backward, fresh, split
 from vescale_fn.trace import Aval, Trace, current_trace
@@ -63,7 +67,12 @@ class Loop:
         device = next((str(x.device) for x in operands if isinstance(x, Tensor)), "cpu")
         avals = [Aval(v.shape, v.dtype, device) for v in self.graph.outputs]
         carries, slices = avals[: self.form.num_carry], avals[self.form.num_carry :]
-        return tuple(trace.emit(self.form.op(fresh(self.graph)), operands, [*carries, *map(self.form.stack, slices)]))
+        op = self.form.op(fresh(self.graph))
+        results = trace.emit(op, operands, [*carries, *map(self.form.stack, slices)])
+        region = current_region()
+        if region is not None:
+            region.note_sub_program(op, operands, results)
+        return tuple(results)
 
     @cached_property
     def result_avals(self) -> list[Aval]:
@@ -98,6 +107,11 @@ def replay(graph: Graph, operands: Sequence[Any]) -> list[Any]:
         with trace.lines.held_at(e.source, e.phase == "backward"):
             if e.op is RESHARD:
                 return [constrained(*args)]
+            if e.op is RAGGED_ALL_TO_ALL:
+                return [exchange_rows(args[6], args[0], args[1], (args[2], args[3], args[4], args[5]))]
+            move = move_of(e.op, args[1:])
+            if move is not None:
+                return [move(args[0])]
             if isinstance(e.op, (Scan, Call)):
                 return list(loop_of(e.op, args)(args))
             return evaluate_equation(e, args, kwargs)

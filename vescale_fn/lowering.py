@@ -16,9 +16,12 @@ from vescale_fn.passes import optimize
 from vescale_fn.plan_cache import PlanCache
 from vescale_fn.primitives import RESHARD, constraints
 from vescale_fn.register import registered_rules
+from vescale_fn.regions.check import check
+from vescale_fn.regions.lower import RULES as REGION_RULES
+from vescale_fn.regions.lower import regions_of
 from vescale_fn.sharding.blocked import blocked
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, equations, op_name
-from vescale_fn.sharding.layout import Layout
+from vescale_fn.sharding.layout import MANUAL, Layout
 from vescale_fn.sharding.plan import Plan
 from vescale_fn.sharding.problem import RuleFor, build
 from vescale_fn.sharding.report import no_rule
@@ -30,12 +33,13 @@ from vescale_fn.trace import Traced
 def lower(name: str, traced: Traced, request: Request, cache_dir: Path | None = None) -> Lowered:
     """Solve, partition and optimize a traced step. `cache_dir`: a folder in which plans are kept."""
     user_rules = {**registered_rules(), **request.rules}
-    extra = {**UPDATE_RULES, **user_rules}
+    extra = {**UPDATE_RULES, **REGION_RULES, **user_rules}
 
     @cache
     def rule(e: Eqn) -> Rule | None:
         return rule_for(e, extra)
 
+    check(traced.graph)
     graph = split_on_intent(traced.graph, request, rule)
     if cache_dir is None:
         plan = _solved(graph, request, rule)
@@ -52,7 +56,7 @@ def _warn_of_missing_rules(plan: Plan, rule: RuleFor) -> None:
     missing: dict[str, Eqn] = {}
     for e in equations(plan.graph):
         places = isinstance(e.op, (Scan, Call)) or e.op is RESHARD  # where layouts agree, which no rule says
-        if not places and rule(e) is None and not all(plan.values[v].is_whole for v in e.operands):
+        if not places and rule(e) is None and not all(plan.values[v].is_local for v in e.operands):
             missing.setdefault(op_name(e.op), e)
     for e in missing.values():
         warnings.warn(no_rule(e), stacklevel=2)
@@ -68,10 +72,18 @@ def _solved(graph: Graph, request: Request, rule: RuleFor) -> Plan:
         inputs=inputs,
         outputs=request.outputs,
         roles=roles,
-        constraints=constraints(graph, request.mesh.shape),
+        constraints=_constraints(graph, request),
         rule_for=rule,
         continues={o: graph.inputs[i] for o, i in request.continues.items()},
+        regions=regions_of(graph),
     )
+
+
+def _constraints(graph: Graph, request: Request) -> dict[Eqn, Layout]:
+    """The layouts that `reshard` asks for; along the axes of a region it has no say."""
+    manual = regions_of(graph).manual
+    found = constraints(graph, request.mesh.shape)
+    return {e: x.with_states(dict.fromkeys(manual.get(e.operands[0], ()), MANUAL)) for e, x in found.items()}
 
 
 def split_on_intent(graph: Graph, request: Request, rule: RuleFor) -> Graph:
@@ -79,7 +91,7 @@ def split_on_intent(graph: Graph, request: Request, rule: RuleFor) -> Graph:
     mesh, device = request.mesh.shape, request.mesh.device_of(0)
     inputs, roles = _given(graph, request)
     while True:
-        problem = build(graph, inputs, request.outputs, constraints(graph, mesh), rule, {})
+        problem = build(graph, inputs, request.outputs, _constraints(graph, request), rule, {}, regions_of(graph))
         found = blocked(problem, mesh, roles, ON_INTENT.keys())
         graphs = {e: decompose_eqn(e, ON_INTENT[e.op], device) for e in found}
         replacements = {e: g for e, g in graphs.items() if g is not None}

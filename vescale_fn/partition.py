@@ -14,6 +14,8 @@ from vescale_fn.localize import HANDLERS, Builder, Context
 from vescale_fn.names import Names
 from vescale_fn.primitives import RESHARD
 from vescale_fn.program import Program
+from vescale_fn.regions.lower import OPS as REGION_OPS
+from vescale_fn.regions.lower import localize as localize_region
 from vescale_fn.sharding.cost import chain_bytes
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Source, Var
 from vescale_fn.sharding.layout import Layout, Ragged, Shard
@@ -111,6 +113,8 @@ class _Partitioner:
             return ctx.emit(self.sub_program(e), local.args, local.kwargs)
         if e.op is RESHARD:  # the constraint has done its work: the operand arrives in its layout
             return (local.args[0],)
+        if e.op in REGION_OPS:
+            return localize_region(ctx, local.args)
         handler = HANDLERS.get(e.op)
         if handler is None or not (ctx.letters or _has_state(ctx)):
             return ctx.emit(e.op, local.args, local.kwargs)
@@ -127,4 +131,4 @@ class _Partitioner:
 
 
 def _has_state(ctx: Context) -> bool:
-    return not all(x.is_whole for x in (*ctx.ins, *ctx.outs))
+    return not all(x.is_local for x in (*ctx.ins, *ctx.outs))

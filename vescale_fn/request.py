@@ -51,7 +51,12 @@ def trace_call(signature: Signature, call: CallArguments, mesh: Mesh | None) -> 
     device = mesh.device_of(0) if mesh is not None else None
     avals = [_aval(call.leaves[i], device) for i in dynamic]
     traced = trace_flat(
-        flat_fn, avals, names=[call.paths[i] for i in dynamic], fn_name=signature.name, decompositions=ALWAYS
+        flat_fn,
+        avals,
+        names=[call.paths[i] for i in dynamic],
+        fn_name=signature.name,
+        decompositions=ALWAYS,
+        mesh=mesh,
     )
     return Staged(traced, dynamic, out["treedef"])
 

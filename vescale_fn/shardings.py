@@ -207,6 +207,19 @@ def layouts_for(
     return placed
 
 
+def specs_for(specs: Any, tree: Any, what: str) -> list[tuple[Spec | None, Sizes]]:
+    """The spec of each leaf of `tree`, and the sizes that come with it; None where the prefix tree of specs says None."""
+    paths, leaves, _ = flatten_with_paths(tree)
+    found: list[tuple[Spec | None, Sizes]] = []
+    for path, (asked, own) in zip(paths, _asked(broadcast_prefix(specs, tree, what=what), paths, leaves)):
+        try:
+            spec, inner = (None, {}) if asked is None else as_spec(asked)
+        except SpecError as e:
+            raise e.within(f"{what}: {path or 'the tensor'}") from None
+        found.append((spec, {**own, **inner}))
+    return found
+
+
 def _asked(above: Sequence[Any], paths: Sequence[str], leaves: Sequence[Any]) -> Iterator[tuple[Any, Sizes]]:
     """What stands over each leaf, rules applied, and the sizes that come with the rules."""
     by_rules: dict[Rules, Iterator[SpecLike]] = {}

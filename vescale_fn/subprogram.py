@@ -20,6 +20,7 @@ from vescale_fn.array import Array
 from vescale_fn.form import Form, operand_avals
 from vescale_fn.functional import outside_transforms
 from vescale_fn.loop import Loop
+from vescale_fn.regions.region import Ambient
 from vescale_fn.sharding.graph import dtype_text
 from vescale_fn.trace import Trace, aval_of, current_trace
 from vescale_fn.tree import flatten, flatten_with_paths, map_leaves, unflatten
@@ -158,15 +159,20 @@ def _record(body: Callable[..., list[Any]], form: Form, operands: list[Any]) -> 
     numbers, avals = outer.numbers, operand_avals(form, operands)
     names = [f"number_{i}" for i in range(len(numbers))]
     names += [f"carry_{i}" if i < form.num_carry else f"x_{i - form.num_carry}" for i in range(len(avals))]
+    around = Ambient.of(operands)
+
+    def first(*values: Any) -> list[Any]:
+        given = values[len(numbers) :]
+        with around.around(given):
+            return body(*given)
+
     with outside_transforms() as levels:
-        traced, _ = Trace(outer.fn_name, outer.decompositions, outer, len(levels)).run(
-            lambda *values: body(*values[len(numbers) :]), [*numbers, *avals], names
-        )
+        traced, _ = Trace(outer.fn_name, outer.decompositions, outer, len(levels)).run(first, [*numbers, *avals], names)
     closures, given = traced.captured, len(numbers) + len(avals)
     outside = [*map(outer.bring, closures), *numbers]
     graph = traced.graph
     loop = Loop(
-        _closed(body, closures, len(outside), autocast_state()),
+        _closed(body, closures, len(outside), autocast_state(), Ambient.of([*outside, *operands])),
         form if form.length is None else replace(form, num_consts=len(outside)),
         replace(graph, inputs=(*graph.inputs[given:], *graph.inputs[:given])),
         (*map(aval_of, outside), *avals),
@@ -176,14 +182,15 @@ def _record(body: Callable[..., list[Any]], form: Form, operands: list[Any]) -> 
 
 
 def _closed(
-    body: Callable[..., list[Any]], closures: Sequence[Any], num_outside: int, ambient: AutocastState
+    body: Callable[..., list[Any]], closures: Sequence[Any], num_outside: int, ambient: AutocastState, around: Ambient
 ) -> Callable[..., list[Any]]:
     """The body as a function of what it closes over too. It runs again for each derivative, in a trace of its own."""
 
     def fn(*operands: Any) -> list[Any]:
         trace = current_trace()
         assert trace is not None
-        with trace.substituting(dict(zip(map(id, closures), operands))), autocast(ambient):
+        given = dict(zip(map(id, closures), operands))
+        with trace.substituting(given), autocast(ambient), around.around(operands):
             return [trace.bring(x) for x in body(*operands[num_outside:])]
 
     return fn

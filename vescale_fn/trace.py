@@ -20,7 +20,9 @@ from vescale_fn.array import Array
 from vescale_fn.functional import annotate, functionalized, is_functional, record_call, unseen
 from vescale_fn.fx_graph import graph_of_fx
 from vescale_fn.names import identifier
+from vescale_fn.regions.marks import mark, states_of
 from vescale_fn.sharding.graph import Graph, Var
+from vescale_fn.sharding.mesh import Mesh
 from vescale_fn.source import Lines, source_of_traceback
 from vescale_fn.trace_errors import TraceError
 from vescale_fn.trace_modes import Lift, Record
@@ -82,11 +84,13 @@ def trace_flat(
     names: Sequence[str] | None = None,
     fn_name: str = "step",
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+    mesh: Mesh | None = None,
 ) -> Traced:
     """Trace `fn`, which takes tensors and floats and returns a flat list of leaves.
 
     avals: an Aval for a tensor argument, a value for a float argument (a decision that depends on it makes it static).
     names: of the arguments, by default x0, x1, ...
+    mesh: what regions in fn run on.
     Raises TraceError, with the user's line, where the step cannot be traced; an exception of the step itself is
     raised as it is, with a note.
 
@@ -102,7 +106,7 @@ def trace_flat(
     floats = frozenset(i for i, a in enumerate(avals) if isinstance(a, float))
 
     def attempt(static: frozenset[int]) -> tuple[Traced, frozenset[int]]:
-        return Trace(fn_name, decompositions or {}).run(fn, avals, given, static)
+        return Trace(fn_name, decompositions or {}, mesh=mesh).run(fn, avals, given, static)
 
     try:
         traced, needed = attempt(frozenset())
@@ -127,10 +131,12 @@ class Trace:
         decompositions: Mapping[Any, Callable[..., Any]],
         parent: Trace | None = None,
         transforms: int = 0,
+        mesh: Mesh | None = None,
     ) -> None:
         """parent: the trace in which this one, of a sub-program, runs. transforms: how many of torch.func are under way
         there."""
         self.fn_name = fn_name
+        self.mesh: Mesh | None = parent.mesh if parent else mesh
         self.depth: int = transforms + (parent.depth if parent else 0)  # of wrappers that transforms outside have made
         self._differentiated: dict[int, torch.Tensor] = {}  # by id: wrappers that a gradient inside is taken for
         self.decompositions = dict(decompositions)
@@ -236,6 +242,7 @@ class Trace:
             with unseen():
                 fake = self._example(aval_of(value), "")
                 self._own(fake, "a tensor that it captures")
+                mark(fake, states_of(value))
                 with self.graph.inserting_after(self._last_input):
                     proxy = self._tracer.create_proxy("placeholder", f"captured_{number}", (), {})
                 self._last_input = proxy.node

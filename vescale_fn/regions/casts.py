@@ -1,0 +1,174 @@
+"""Casts inserted above autograd, so that a gradient meets the transpose of each: a value that all ranks share and that
+meets one that varies is cast first, and its gradient is summed over the ranks.
+
+The mode only inserts; what a finished graph means is decided in `check`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from vescale_fn.regions import ops, texts
+from vescale_fn.regions.infer import Unreduced, boundary_states
+from vescale_fn.regions.marks import states_of
+from vescale_fn.regions.moves import Cast, ToLocal
+from vescale_fn.regions.region import Region
+from vescale_fn.regions.states import COTANGENT, UNCHECKED, I, R, State, U, V, join
+from vescale_fn.source import user_source
+from vescale_fn.trace import current_trace
+from vescale_fn.trace_modes import map_tensors
+
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward)
+
+
+class InsertCasts(TorchFunctionMode):
+    """Brings in what the region closes over, and casts the operands of each function to one state per axis."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self.region = region
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if ops.is_ours(func):
+            return func(*args, **kwargs)
+        if func in _GRADIENTS:
+            check_losses(args[0] if args else kwargs.get("outputs", kwargs.get("tensors")))
+            return func(*args, **kwargs)
+        args, kwargs = (map_tensors(t, lambda x: bring(self.region, x)) for t in (args, kwargs))
+        found: list[Tensor] = []
+        map_tensors((args, kwargs), found.append)
+        if len(found) > 1 and self.region.checked:
+            targets = self._targets(func, found)
+            if targets:
+                args, kwargs = (map_tensors(t, lambda x: self._cast(func, x, targets, found)) for t in (args, kwargs))
+        try:
+            return func(*args, **kwargs)
+        except Unreduced as e:
+            names = [name_of(x) for x in found if (states_of(x) or {}).get(e.axis) == U]
+            raise texts.RegionError(texts.unreduced(_function(func), names, e.axis, user_source())) from None
+
+    def _targets(self, func: Any, found: Sequence[Tensor]) -> dict[str, State]:
+        """The state, per axis, that operands are cast to, where they differ."""
+        targets: dict[str, State] = {}
+        by_tensor = [states_of(x) or {} for x in found]
+        for axis in self.region.manual:
+            states = {s.get(axis, I) for s in by_tensor}
+            if len(states) == 1:
+                continue
+            if U in states:
+                self._check_mixed(func, found, axis)
+                targets[axis] = R  # what meets parts of a sum without a gradient of its own
+            else:
+                targets[axis] = join(states)
+        return targets
+
+    def _check_mixed(self, func: Any, found: Sequence[Tensor], axis: str) -> None:
+        """Parts of a sum may meet values whose gradient is parts of a sum, and what has no gradient."""
+        summed = [x for x in found if (states_of(x) or {}).get(axis) == U]
+        for x in found:
+            state = (states_of(x) or {}).get(axis, I)
+            if state == V or (state == I and x.is_floating_point()):
+                raise texts.RegionError(
+                    texts.mixed(_function(func), name_of(summed[0]), name_of(x), state, axis, user_source())
+                )
+
+    def _cast(self, func: Any, x: Tensor, targets: Mapping[str, State], found: Sequence[Tensor]) -> Tensor:
+        """x in the target states; axes that change alike change together."""
+        states = states_of(x) or {}
+        steps: dict[str, list[str]] = {}
+        for axis, target in targets.items():
+            state = states.get(axis, I)
+            if state not in (target, U):
+                steps.setdefault(f"{state}->{target}", []).append(axis)
+        if steps and _writes(func) and x is found[0]:
+            raise texts.RegionError(texts.cast_in_place(_function(func), name_of(x), steps, user_source()))
+        for step, axes in steps.items():
+            x = cast(x, axes, step, self.region)
+        return x
+
+
+def bring(region: Region, x: Tensor) -> Tensor:
+    """x, or what stands in the region for it if it is closed over: the whole value, once."""
+    states = states_of(x)
+    if states is not None and region.manual.keys() <= states.keys():
+        return x
+    key = id(x), id(current_trace())  # what enters inside a loop does not live outside it
+    if key not in region.entered:
+        region.entered[key] = x, enter_whole(region, x)
+    return region.entered[key][1]
+
+
+def cast(x: Tensor, axes: Sequence[str], states: str, region: Region) -> Tensor:
+    """The same value in another state along these axes."""
+    return Cast(axes_with_sizes(region, axes), states)(x)
+
+
+def axes_with_sizes(region: Region, axes: Sequence[str]) -> str:
+    """`dp=2,tp=4`."""
+    return ",".join(f"{a}={region.manual[a]}" for a in axes)
+
+
+def enter_whole(region: Region, x: Tensor) -> Tensor:
+    """A closed-over value inside: whole on every axis of the region (and of those around it, where it is foreign to
+    them too)."""
+    if region.outer is not None:
+        states = states_of(x)
+        if states is None or not region.outer.manual.keys() <= states.keys():
+            x = enter_whole(region.outer, x)
+    return enter(region, x, "...")
+
+
+def enter(region: Region, x: Tensor, spec: str) -> Tensor:
+    """A value enters a region. Unchecked, it has no states, and every rank contributes to its gradient."""
+    axes = str(region.axes)
+    inside = ToLocal(axes, spec, region.ranks)(x)
+    if region.checked:
+        return inside
+    by_state: dict[State, list[str]] = {}
+    for axis, state in boundary_states(spec, axes, tuple(x.shape)).items():
+        by_state.setdefault(state, []).append(axis)
+    for state, names in by_state.items():
+        inside = cast(inside, names, f"{state}->{UNCHECKED}", region)
+    return inside
+
+
+def check_losses(outputs: Any) -> None:
+    """A gradient starts from the cotangent 1 on every rank. For a reduced loss that would count n times."""
+    for x in outputs if isinstance(outputs, (tuple, list)) else [outputs]:
+        reduced = [a for a, s in (states_of(x) or {}).items() if COTANGENT[s] == U]
+        if reduced:
+            raise texts.RegionError(texts.reduced_loss(reduced, user_source()))
+
+
+def name_of(x: Tensor) -> str:
+    """What the user's code calls a tensor, if a variable in a frame under way holds it."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        for name, value in frame.f_locals.items():
+            if value is x and name.isidentifier() and not _in_package(frame.f_code.co_filename):
+                return name
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def _in_package(file: str) -> bool:
+    return "/vescale_fn/" in file or "/torch/" in file
+
+
+def _function(func: Any) -> str:
+    name = resolve_name(func) or getattr(func, "__name__", str(func))
+    return name.removesuffix(".__get__")
+
+
+def _writes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+

@@ -1,0 +1,116 @@
+"""What an operation makes of the states of its operands, axis by axis.
+
+Ranks that compute the same function of the same values get the same value; anything that depends on a varying value
+varies. Parts of a sum pass only through operations linear in them, which the factor rules know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_fn.fx_graph import FILLS
+from vescale_fn.regions import ops
+from vescale_fn.regions.moves import StateMove, move_of
+from vescale_fn.regions.states import I, R, State, States, U, V, join
+from vescale_fn.sharding.graph import Eqn, Var, op_name
+from vescale_fn.sharding.layout import Layout, Partial, Shard
+from vescale_fn.sharding.grammar import parse
+from vescale_fn.sharding.rules import rule_for
+
+
+class Unreduced(Exception):
+    """An operation that is not linear in an operand was given parts of a sum. op: its name; axis: of the sum."""
+
+    def __init__(self, op: str, axis: str) -> None:
+        super().__init__(f"{op} of a value that is unreduced over {axis}")
+        self.op, self.axis = op, axis
+
+
+def infer(e: Eqn, states: Sequence[States], axes: Iterable[str], zeros: Sequence[bool] = ()) -> States:
+    """The states of the results of an equation, for the manual axes given.
+
+    states: of each tensor operand, in order. zeros: which operands are known to be zero, and so parts of any sum.
+    Raises Unreduced where parts of a sum are given to an operation that is not linear in them.
+    """
+    move = move_of(e.op, e.args[1:])
+    if move is not None:
+        (given,) = states
+        return {a: s for a, s in _moved(e, move, given).items() if a in axes}
+    if e.op is ops.AXIS_INDEX:
+        varying = ops.group_of(e.args[0]).names
+        return {a: V if a in varying else I for a in axes}
+    return {a: _state(e, [s.get(a, I) for s in states], a, zeros) for a in axes}
+
+
+def _moved(e: Eqn, move: Any, given: States) -> dict[str, State]:
+    group = ops.group_of(move.axes)
+    if isinstance(move, StateMove):
+        return {**given, **dict.fromkeys(group.names, move.ends[1])}
+    if e.op is ops.TO_GLOBAL:
+        return {a: s for a, s in given.items() if a not in group}
+    return {**given, **boundary_states(move.spec, move.axes, e.operands[0].shape)}
+
+
+def boundary_states(spec: str, axes: str, shape: tuple[int, ...]) -> dict[str, State]:
+    """The states of what enters a region by this spec.
+
+    >>> boundary_states("b/dp d {ct: tp}", "dp=2,tp=2,pp=2", (4, 3))
+    {'dp': 'V', 'tp': 'R', 'pp': 'I'}
+    """
+    layout = ops.boundary_layout(spec, axes, shape)
+    reduced = {a for entry in parse(spec).state if entry.kind == "ct" for a in entry.axes}
+    return {a: R if a in reduced else _entering(layout, a) for a in layout.mesh.names}
+
+
+def _entering(layout: Layout, axis: str) -> State:
+    state = layout[axis]
+    return V if isinstance(state, Shard) else U if isinstance(state, Partial) else I
+
+
+def _state(e: Eqn, states: Sequence[State], axis: str, zeros: Sequence[bool]) -> State:
+    if U not in states:
+        return join(states)
+    if e.op in FILLS:  # reads nothing but the shape
+        return U if FILLS[e.op](e.args) == 0 else R
+    summed = {i for i, s in enumerate(states) if s == U}
+    free = {i for i, z in enumerate(zeros) if z}
+    rest = [s for i, s in enumerate(states) if i not in summed | free]
+    if V in rest or not any(summed <= group <= summed | free for group in _linear(e)):
+        raise Unreduced(op_name(e.op), axis)
+    return U
+
+
+def _linear(e: Eqn) -> list[frozenset[int]]:
+    """Groups of operands in which an operation is linear."""
+    rule = rule_for(e)
+    if rule is None:
+        return []
+    return [*rule.linear, *(frozenset({i}) for i in rule.through)]
+
+
+def as_equation(op: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> tuple[Eqn, list[Tensor]]:
+    """An operation under way as an equation, and its tensor operands in the order of the equation's."""
+    tensors: list[Tensor] = []
+
+    def var(t: Tensor) -> Var:
+        tensors.append(t)
+        return Var("x", tuple(t.shape), t.dtype)
+
+    mapped = _map(args, var), _map(kwargs, var)
+    results: list[Var] = []
+    _map(out, lambda t: results.append(Var("y", tuple(t.shape), t.dtype)))
+    return Eqn(op, tuple(mapped[0]), dict(mapped[1]), tuple(results)), tensors
+
+
+def _map(tree: Any, fn: Callable[[Tensor], Any]) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return fn(tree)
+    if isinstance(tree, (tuple, list)):
+        return [_map(t, fn) for t in tree] if isinstance(tree, list) else tuple(_map(t, fn) for t in tree)
+    if isinstance(tree, Mapping):
+        return {k: _map(v, fn) for k, v in tree.items()}
+    return tree
