@@ -36,9 +36,7 @@ def blocked(problem: Problem, mesh: MeshShape, roles: Mapping[Var, str], ops: Ab
     return found
 
 
-def _walk(
-    problem: Problem, axis: str, n: int, given: Seeds, group: int, owner: dict[Node, int]
-) -> Iterator[Node]:
+def _walk(problem: Problem, axis: str, n: int, given: Seeds, group: int, owner: dict[Node, int]) -> Iterator[Node]:
     """Push the seeds through the rules as far as they get. Yields the nodes where they meet a letter that must be
     whole; `owner` notes the nodes that they pass."""
     queue, seen = list(given), set(given)

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Shard as ShardPlacement
 
 from vescale_fn.sharding.bind import bind
 from vescale_fn.sharding.forms import P
-from vescale_fn.sharding.layout import WHOLE, Layout, Partial, Ragged, Shard, State, Whole
+from vescale_fn.sharding.layout import WHOLE, Layout, Manual, Partial, Ragged, Shard, State, Whole
 from vescale_fn.sharding.mesh import MeshShape
 
 
@@ -39,7 +39,7 @@ def _placement(layout: Layout, i: int) -> Placement:
             return Replicate()
         case Partial(kind):
             return PartialPlacement(kind)
-        case Ragged():
+        case Ragged() | Manual():
             raise _refuse(layout, i, f"DTensor has no placement for {state}")
     factor = state.pre // math.prod(n for p, n in _cut_before(layout, i) if p < state.pre)
     if state.uneven and (state.uneven != layout.shape[state.dim] or factor > 1):

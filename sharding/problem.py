@@ -123,7 +123,7 @@ def build(
     constraints: Mapping[Eqn, Layout],
     rule_for: RuleFor,
     continues: Mapping[int, Var],
-    regions: Regions = Regions(),  # noqa: B008 - frozen
+    regions: Regions = Regions(),
 ) -> Problem:
     """The problem of a graph; arguments as for `solve`."""
     problem = Problem(regions=regions)

@@ -15,10 +15,10 @@ from vescale_fn.partition import partition
 from vescale_fn.passes import optimize
 from vescale_fn.plan_cache import PlanCache
 from vescale_fn.primitives import RESHARD, constraints
-from vescale_fn.register import registered_rules
 from vescale_fn.regions.check import check
 from vescale_fn.regions.lower import RULES as REGION_RULES
 from vescale_fn.regions.lower import regions_of
+from vescale_fn.register import registered_rules
 from vescale_fn.sharding.blocked import blocked
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, equations, op_name
 from vescale_fn.sharding.layout import MANUAL, Layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any
 
 from torch import Tensor
 
@@ -26,17 +26,6 @@ from vescale_fn.sharding.spec import Spec, SpecError, check_axes
 from vescale_fn.shardings import specs_for
 from vescale_fn.trace import current_trace
 from vescale_fn.tree import flatten_with_paths, unflatten
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-@overload
-def shard_map(fn: Callable[P, T], /, **options: Any) -> Callable[P, T]: ...
-
-
-@overload
-def shard_map(**options: Any) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
 
 
 def shard_map(
@@ -78,7 +67,7 @@ def shard_map(
 
     def wrap(f: Callable[..., Any]) -> Any:
         mapped = ShardMapped(f, mesh, in_specs, out_specs, axis_names, check_vma)
-        return functools.wraps(f)(mapped.__call__)
+        return functools.wraps(f)(lambda *args, **kwargs: mapped(*args, **kwargs))
 
     return wrap if fn is None else wrap(fn)
 
@@ -102,7 +91,7 @@ class ShardMapped:
         if kwargs:
             raise TypeError(texts.keyword_arguments(self.name, list(kwargs)))
         paths, leaves, treedef = flatten_with_paths(args)
-        region, array_out = self.region(paths, leaves)
+        region = self.region(paths, leaves)
         specs = self.specs_of_arguments(args)
         with inside(region):
             local = [self.entered(region, p, x, s) for p, x, s in zip(paths, leaves, specs, strict=True)]
@@ -114,8 +103,8 @@ class ShardMapped:
 
     # ---- the region
 
-    def region(self, paths: Sequence[str], leaves: Sequence[Any]) -> tuple[Region, bool]:
-        """The region of a call, and whether its results are Arrays."""
+    def region(self, paths: Sequence[str], leaves: Sequence[Any]) -> Region:
+        """The region of a call."""
         trace, outer = current_trace(), current_region()
         arrays = {p: x.mesh for p, x in zip(paths, leaves) if isinstance(x, Array)}
         around = outer.mesh if outer else trace.mesh if trace else None
@@ -128,17 +117,17 @@ class ShardMapped:
             if other != mesh:
                 raise RegionError(texts.foreign_mesh(self.name, path, mesh, other))
         manual = outer.manual if outer else {}
-        names = self.axis_names if self.axis_names is not None else [a for a in mesh.names if a not in manual]
-        unknown = [a for a in names if a not in mesh.names]
+        names = self.axis_names if self.axis_names is not None else [a for a in mesh.axis_names if a not in manual]
+        unknown = [a for a in names if a not in mesh.axis_names]
         if unknown:
-            raise RegionError(texts.unknown_axis_names(self.name, unknown, mesh.names))
+            raise RegionError(texts.unknown_axis_names(self.name, unknown, mesh.axis_names))
         twice = [a for a in names if a in manual]
         if twice:
             assert outer is not None
             raise RegionError(texts.opened_twice(self.name, twice, outer.name))
-        axes = tuple(a for a in mesh.names if a in names)
+        axes = tuple(a for a in mesh.axis_names if a in names)
         shape = MeshShape(axes, tuple(mesh.shape[a] for a in axes))
-        return Region(self.name, mesh, shape, self.checked, outer), bool(arrays)
+        return Region(self.name, mesh, shape, self.checked, outer)
 
     def specs_of_arguments(self, args: tuple[Any, ...]) -> list[tuple[Spec | None, Sizes]]:
         """The spec of each leaf, None where it is static."""
@@ -191,7 +180,7 @@ class ShardMapped:
         what = f"shard_map({self.name}): {path}"
         sized = spec.with_sizes(sizes)
         for axis in spec.axes:
-            if axis in region.mesh.names and axis not in region.axes:
+            if axis in region.mesh.axis_names and axis not in region.axes:
                 raise RegionError(texts.not_manual(self.name, path, which, axis, region.axes.names))
         try:
             check_axes(sized, region.axes)
@@ -214,7 +203,7 @@ class ShardMapped:
         states = states_of(y) or {}
         steps: dict[str, list[str]] = {}
         for axis, wanted in expected.items():
-            found = states.get(axis, I) if region.checked else UNCHECKED
+            found: State = states.get(axis, I) if region.checked else UNCHECKED
             if found == wanted:
                 continue
             if found != UNCHECKED and (found, wanted) not in _LEAVES:

@@ -208,7 +208,7 @@ def layouts_for(
 
 
 def specs_for(specs: Any, tree: Any, what: str) -> list[tuple[Spec | None, Sizes]]:
-    """The spec of each leaf of `tree`, and the sizes that come with it; None where the prefix tree of specs says None."""
+    """Spec of each leaf of `tree`, and the sizes that come with it; None where the prefix tree of specs says None."""
     paths, leaves, _ = flatten_with_paths(tree)
     found: list[tuple[Spec | None, Sizes]] = []
     for path, (asked, own) in zip(paths, _asked(broadcast_prefix(specs, tree, what=what), paths, leaves)):

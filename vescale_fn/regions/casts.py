@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from vescale_fn.array import Array
 from vescale_fn.regions import ops, texts
 from vescale_fn.regions.infer import Unreduced, boundary_states
 from vescale_fn.regions.marks import states_of
@@ -33,10 +34,12 @@ class InsertCasts(TorchFunctionMode):
     def __init__(self, region: Region) -> None:
         super().__init__()
         self.region = region
+        self.trace = current_trace()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if ops.is_ours(func):
+        elsewhere = current_trace() is not self.trace  # a sub-program enters the region by itself
+        if elsewhere or ops.is_ours(func) or _is_own_function(args):
             return func(*args, **kwargs)
         if func in _GRADIENTS:
             check_losses(args[0] if args else kwargs.get("outputs", kwargs.get("tensors")))
@@ -94,12 +97,14 @@ class InsertCasts(TorchFunctionMode):
         return x
 
 
-def bring(region: Region, x: Tensor) -> Tensor:
+def bring(region: Region, x: Any) -> Tensor:
     """x, or what stands in the region for it if it is closed over: the whole value, once."""
     states = states_of(x)
-    if states is not None and region.manual.keys() <= states.keys():
+    if isinstance(x, Tensor) and states is not None and region.manual.keys() <= states.keys():
         return x
-    key = id(x), id(current_trace())  # what enters inside a loop does not live outside it
+    trace = current_trace()
+    x = trace.bring(x) if trace is not None and isinstance(x, Array) else x
+    key = id(x), id(trace)  # what enters inside a loop does not live outside it
     if key not in region.entered:
         region.entered[key] = x, enter_whole(region, x)
     return region.entered[key][1]
@@ -115,7 +120,7 @@ def axes_with_sizes(region: Region, axes: Sequence[str]) -> str:
     return ",".join(f"{a}={region.manual[a]}" for a in axes)
 
 
-def enter_whole(region: Region, x: Tensor) -> Tensor:
+def enter_whole(region: Region, x: Any) -> Tensor:
     """A closed-over value inside: whole on every axis of the region (and of those around it, where it is foreign to
     them too)."""
     if region.outer is not None:
@@ -125,7 +130,7 @@ def enter_whole(region: Region, x: Tensor) -> Tensor:
     return enter(region, x, "...")
 
 
-def enter(region: Region, x: Tensor, spec: str) -> Tensor:
+def enter(region: Region, x: Any, spec: str) -> Tensor:
     """A value enters a region. Unchecked, it has no states, and every rank contributes to its gradient."""
     axes = str(region.axes)
     inside = ToLocal(axes, spec, region.ranks)(x)
@@ -162,13 +167,17 @@ def _in_package(file: str) -> bool:
     return "/vescale_fn/" in file or "/torch/" in file
 
 
+def _is_own_function(args: Any) -> bool:
+    """Whether this is the call of an autograd Function of this package: torch.func makes an operator of it."""
+    kind = args[0] if args else None
+    return isinstance(kind, type) and kind.__module__.startswith("vescale_fn.")
+
+
 def _function(func: Any) -> str:
-    name = resolve_name(func) or getattr(func, "__name__", str(func))
+    name = str(resolve_name(func) or getattr(func, "__name__", func))
     return name.removesuffix(".__get__")
 
 
 def _writes(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-
-

@@ -124,5 +124,3 @@ def _own_axes(e: Eqn) -> set[str]:
 
 def _is_zero(e: Eqn) -> bool:
     return e.op is torch.ops.aten.full.default and e.args[1] == 0 and not isinstance(e.args[1], Var)
-
-

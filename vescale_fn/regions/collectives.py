@@ -121,9 +121,7 @@ def all_to_all(x: Any, axis: Axes, split_dim: int, concat_dim: int, *, tiled: bo
     return _each("all_to_all", x, axis, exchange)
 
 
-def ppermute(
-    x: Any, axis: Axes, perm: Sequence[tuple[int, int]] | None = None, *, shift: int | None = None
-) -> Any:
+def ppermute(x: Any, axis: Axes, perm: Sequence[tuple[int, int]] | None = None, *, shift: int | None = None) -> Any:
     """Sends what this rank holds to another: varying -> varying. Who gets nothing holds zeros.
 
     perm: (source, destination) pairs of positions along `axis`. shift: everyone sends to the rank so many places
@@ -217,7 +215,8 @@ def axis_size(axis: Axes) -> int:
     """The number of ranks along `axis`.
 
     >>> import torch, vescale_fn as vf
-    >>> scaled = vf.shard_map(lambda x: x * vf.axis_size("dp"), mesh=vf.make_mesh(dp=2), in_specs="b/dp", out_specs="b/dp")
+    >>> mesh = vf.make_mesh(dp=2)
+    >>> scaled = vf.shard_map(lambda x: x * vf.axis_size("dp"), mesh=mesh, in_specs="b/dp", out_specs="b/dp")
     >>> scaled(torch.ones(2))
     tensor([2., 2.])
     """
@@ -248,7 +247,7 @@ class Site:
             raise RegionError(texts.axis_is_number(function, axis))
         for a in names:
             if a not in region.manual:
-                raise RegionError(texts.unbound_axis(function, a, list(region.manual), region.mesh.names))
+                raise RegionError(texts.unbound_axis(function, a, list(region.manual), region.mesh.axis_names))
         return Site(function, names, region)
 
     def state_of(self, t: Tensor, wanted: Sequence[State]) -> State:
@@ -256,8 +255,8 @@ class Site:
         varying. Raises RegionError where the axes differ, or a sum is pending that nobody wanted."""
         if not self.region.checked:
             return UNCHECKED
-        states = {a: (states_of(t) or {}).get(a, I) for a in self.names}
-        found = {V if s in (I, R) else s for s in states.values()}
+        states: dict[str, State] = {a: (states_of(t) or {}).get(a, I) for a in self.names}
+        found: set[State] = {V if s in (I, R) else s for s in states.values()}
         if len(found) > 1:
             raise RegionError(texts.mixed_states(self.function, states))
         (state,) = found or {V}
@@ -346,5 +345,3 @@ def needs_gradient(x: Tensor) -> bool:
         if not functorch.is_functorch_wrapped_tensor(x):
             return False
         x = functorch.get_unwrapped(x)
-
-

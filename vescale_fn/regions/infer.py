@@ -16,9 +16,9 @@ from vescale_fn.fx_graph import FILLS
 from vescale_fn.regions import ops
 from vescale_fn.regions.moves import StateMove, move_of
 from vescale_fn.regions.states import I, R, State, States, U, V, join
+from vescale_fn.sharding.grammar import parse
 from vescale_fn.sharding.graph import Eqn, Var, op_name
 from vescale_fn.sharding.layout import Layout, Partial, Shard
-from vescale_fn.sharding.grammar import parse
 from vescale_fn.sharding.rules import rule_for
 
 

@@ -80,7 +80,7 @@ def _edge_layout(e: Eqn, outside: Var) -> Layout:
 def _edge_rule(e: Eqn) -> Rule:
     """Dims pass the edge of a region; the digits that its axes take out of a dim stay outside."""
     inward = e.op is ops.TO_LOCAL
-    outside, inside = (e.operands[0], e.outs[0]) if inward else (e.outs[0], e.operands[0])
+    outside = e.operands[0] if inward else e.outs[0]
     layout = _edge_layout(e, outside)
     sizes: dict[str, int] = {}
     outer: list[tuple[str, ...]] = []
@@ -159,7 +159,7 @@ def localize(ctx: Any, args: tuple[Any, ...]) -> tuple[Var, ...]:
     if op in COLLECTIVES:
         operand, axes, *rest = args
         made = COLLECTIVES[op](axes, *rest)
-        return ctx.emit(made, (operand,)) if _several(axes) else _same(ctx, operand)  # type: ignore[no-any-return]
+        return ctx.emit(made, (operand,)) if _several(axes) else (operand,)
     if op is ops.AXIS_INDEX:
         index = AxisIndex(_names(args[0]))
         kwargs = {"dtype": torch.int64, "device": args[1]}
@@ -170,17 +170,14 @@ def localize(ctx: Any, args: tuple[Any, ...]) -> tuple[Var, ...]:
         from vescale_fn.local_ops import keep
 
         return ctx.emit(keep, (args[0], AxisIndex(_names(args[1])), args[2]))  # type: ignore[no-any-return]
-    return _same(ctx, args[0])
+    if op is ops.CAST or op is ops.KEEP:  # the same tensor in another state
+        return (args[0],)
+    return ctx.emit(torch.ops.aten.alias.default, (args[0],))  # type: ignore[no-any-return]
 
 
 def _several(axes: str) -> bool:
     """Whether more than one rank takes part."""
     return prod(group_of(axes).sizes) > 1
-
-
-def _same(ctx: Any, operand: Var) -> tuple[Var, ...]:
-    """The same tensor under another name: casts and edges cost nothing."""
-    return ctx.emit(torch.ops.aten.alias.default, (operand,))  # type: ignore[no-any-return]
 
 
 OPS = frozenset({*MOVES, ops.AXIS_INDEX, ops.RAGGED_ALL_TO_ALL})

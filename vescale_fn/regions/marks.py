@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, _C
+from torch import _C, Tensor
 
 _ATTRIBUTE = "_vescale_fn_states"
 

@@ -285,7 +285,7 @@ def move_of(op: Any, args: Sequence[Any]) -> Move | None:
     kind = MOVES.get(op)
     if kind is None:
         return None
-    values = [tuple(a) if isinstance(a, (list, tuple)) else a for a in args]
+    values: list[Any] = [tuple(a) if isinstance(a, (list, tuple)) else a for a in args]
     return kind(**dict(zip((f.name for f in fields(kind)), values, strict=False)))
 
 

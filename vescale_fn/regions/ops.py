@@ -106,12 +106,22 @@ def _exchanged(shape: Shape, axes: str, split_dim: int, concat_dim: int, _: str)
     return _with(split, concat_dim, split[concat_dim] * n)
 
 
+def _from_global(shape: Shape, axes: str, spec: str) -> Shape:
+    return local_shape(spec, axes, shape)
+
+
+def _from_local(shape: Shape, axes: str, spec: str) -> Shape:
+    return global_shape(spec, axes, shape)
+
+
 def _same(shape: Shape, *_: Any) -> Shape:
     return shape
 
 
-TO_LOCAL = _define("to_local(Tensor x, str axes, str spec)", lambda shape, axes, spec: local_shape(spec, axes, shape))
-TO_GLOBAL = _define("to_global(Tensor x, str axes, str spec)", lambda shape, axes, spec: global_shape(spec, axes, shape))
+TO_LOCAL = _define("to_local(Tensor x, str axes, str spec)", _from_global)
+TO_GLOBAL = _define(
+    "to_global(Tensor x, str axes, str spec)", lambda shape, axes, spec: global_shape(spec, axes, shape)
+)
 CAST = _define("cast(Tensor x, str axes, str states)", _same)
 KEEP = _define("keep(Tensor x, str axes, int index, str states)", _same)
 ALL_REDUCE = _define("all_reduce(Tensor x, str axes, str kind, str states)", _same)

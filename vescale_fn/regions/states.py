@@ -7,8 +7,8 @@
 | U, unreduced     | parts of a sum                                          | R         |
 | R, reduced       | the same value, whose gradient arrives as parts of a sum | U         |
 
-They are those of JAX's `shard_map` (varying manual axes, unreduced and reduced). A fifth, "?", marks what nobody checks:
-values of a region with `check_vma=False`.
+They are those of JAX's `shard_map` (varying manual axes, unreduced and reduced). A fifth, "?", marks what nobody
+checks: values of a region with `check_vma=False`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final, Literal
+
+from vescale_fn.sharding.mesh import axes_text
 
 State = Literal["V", "I", "U", "R", "?"]
 States = Mapping[str, State]  # by manual axis
@@ -63,5 +65,5 @@ def states_text(states: States) -> str:
     for axis, state in states.items():
         if state != I:
             by_state.setdefault(state, []).append(axis)
-    entries = (f"{s}: {' '.join(axes) if len(axes) == 1 else f'({chr(32).join(axes)})'}" for s, axes in by_state.items())
+    entries = [f"{s}: {axes_text(axes)}" for s, axes in by_state.items()]
     return "{" + ", ".join(entries) + "}" if by_state else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from vescale_fn.errors import one_line
 from vescale_fn.regions.states import NAMES, State
@@ -80,7 +79,7 @@ def one_of_perm_and_shift() -> str:
 
 
 def mixed_states(function: str, states: Mapping[str, State]) -> str:
-    found = one_line(f"{NAMES[s]} over '{a}'" for a, s in states.items())
+    found = one_line([f"{NAMES[s]} over '{a}'" for a, s in states.items()])
     return (
         f"vf.{function}: the operand is {found}, and one collective needs one state. "
         f"Call vf.{function} once for the axes of each state."
@@ -132,10 +131,9 @@ def reducing_backward(function: str, dtype: str, backward: str) -> str:
 
 def no_cast(axis: str, before: State, after: State) -> str:
     if before == "V" and after in ("I", "R"):
-        how = "" if after == "I" else ", to='reduced'"
         return (
             f"vf.pcast: a value that varies over '{axis}' cannot be called {NAMES[after]}: the ranks hold different "
-            f"values. Make them one: vf.psum(x, '{axis}') or vf.all_gather(x, '{axis}'{how or ', to=' + repr('invarying')})."
+            f"values. Make them one: vf.psum(x, '{axis}') or vf.all_gather(x, '{axis}', to='{NAMES[after]}')."
         )
     if before == "U":
         return (
@@ -269,9 +267,7 @@ def shardings_in_shard_map(name: str, keyword: str) -> str:
 
 
 def unknown_keyword(name: str, keyword: str) -> str:
-    return (
-        f"shard_map({name}) has no keyword {keyword}. It has mesh, in_specs, out_specs, axis_names and check_vma."
-    )
+    return f"shard_map({name}) has no keyword {keyword}. It has mesh, in_specs, out_specs, axis_names and check_vma."
 
 
 def uneven(name: str, path: str, spec: str) -> str:
@@ -308,11 +304,4 @@ def scalar_output(name: str, path: str, spec: str) -> str:
     return (
         f"shard_map({name}): output {path} has no dims for the out_spec '{spec}'. "
         "Return x[None] to stack one entry of each rank."
-    )
-
-
-def closed_over_sharded(name: str, shape: Sequence[int], axes: Sequence[str], line: Any) -> str:
-    return (
-        f"shard_map({name}): a tensor of shape {list(shape)} that it closes over is sharded over {_axes(axes)} outside, "
-        f"and is gathered. Pass it as an argument with an in_spec to keep it sharded. ({line})"
     )
