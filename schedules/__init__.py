@@ -1,1 +1,13 @@
-"""Schedules: transforms of losses, gradient functions and optimizers, written on the public API. None is here yet."""
+"""Schedules: transforms of losses, gradient functions and optimizers, written on the public API.
+
+They are plain function transforms: what they make runs with and without a mesh, and gives the same result.
+"""
+
+from vescale_fn.schedules.accumulate import accumulate as accumulate
+from vescale_fn.schedules.gradient import grad_and_value as grad_and_value
+from vescale_fn.schedules.precision import mixed_precision as mixed_precision
+from vescale_fn.schedules.remat import budget as budget
+from vescale_fn.schedules.remat import names as names
+from vescale_fn.schedules.remat import remat as remat
+from vescale_fn.schedules.weighted import weighted as weighted
+from vescale_fn.schedules.zero import zero as zero

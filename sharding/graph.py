@@ -140,11 +140,12 @@ class Scan:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A sub-program called once. `remat`: its equations must not be merged with those outside."""
+    """A sub-program called once. `remat`: backward computes it again, wholly or by a policy; its equations must not be
+    merged with those outside."""
 
     body: Graph
     name: str = "call"
-    remat: bool = False
+    remat: Any = False
 
 
 def equations(graph: Graph) -> Iterator[Eqn]:

@@ -25,6 +25,8 @@ TRANSFORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "vmap": lambda x: vmap(lambda w: w * x.sum())(W),
     "grad of vmap": lambda x: grad(lambda w: vmap(lambda v: v * x.sum())(w).sin().sum())(W),
     "vmap of grad": lambda x: vmap(grad(lambda w: (w * x.sum()) ** 2))(W),
+    "grad of a call": lambda x: grad(lambda w: vf.call(loss, w, x))(W),
+    "grad of a loop": lambda x: grad(lambda w: vf.scan(lambda c, s: (c + loss(w, s), None), w.sum(), x[None])[0])(W),
     "jvp": lambda x: jvp(lambda w: loss(w, x), (W,), (W,))[1],
     "jacrev": lambda x: jacrev(lambda w: w * x)(W).sum(0),
 }

@@ -14,7 +14,7 @@ LAYERS = {
     "sharding": "sharding",
     "values": "names program errors tree mesh shardings array array_text",
     "trace": "trace trace_errors trace_modes ambient source functional strided fx_graph dead_code interpret "
-    "decompositions decompositions_norm primitives subprogram form loop split regions",
+    "decompositions decompositions_norm remat cast primitives subprogram form loop split regions",
     "partition": "regions.lower decompose fused register local_ops localize partition",
     "optimize": "liveness passes",
     "run": "site codegen engines text cost_report memory export inline inductor",

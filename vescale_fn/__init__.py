@@ -1,9 +1,11 @@
 """vescale_fn: write one pure training step, run it on any mesh, see every byte it sends before it runs."""
 
 from vescale_fn import optim as optim
+from vescale_fn import schedules as schedules
 from vescale_fn.array import Array as Array
 from vescale_fn.audit import AuditError as AuditError
 from vescale_fn.audit import audit as audit
+from vescale_fn.cast import cast as cast
 from vescale_fn.lowered import Lowered as Lowered
 from vescale_fn.mesh import abstract_mesh as abstract_mesh
 from vescale_fn.mesh import make_mesh as make_mesh
@@ -17,6 +19,7 @@ from vescale_fn.placement import device_put as device_put
 from vescale_fn.placement import local_put as local_put
 from vescale_fn.placement import make_array_from_callback as make_array_from_callback
 from vescale_fn.placement import make_array_from_process_local_data as make_array_from_process_local_data
+from vescale_fn.primitives import named as named
 from vescale_fn.primitives import reshard as reshard
 from vescale_fn.primitives import with_sharding_constraint as with_sharding_constraint
 from vescale_fn.regions.collectives import all_gather as all_gather
@@ -33,6 +36,8 @@ from vescale_fn.regions.collectives import psum as psum
 from vescale_fn.regions.collectives import psum_scatter as psum_scatter
 from vescale_fn.regions.collectives import ragged_all_to_all as ragged_all_to_all
 from vescale_fn.register import register_rule as register_rule
+from vescale_fn.schedules import grad_and_value as grad_and_value
+from vescale_fn.schedules import weighted as weighted
 from vescale_fn.shard_map import shard_map as shard_map
 from vescale_fn.sharding.forms import P as P
 from vescale_fn.sharding.forms import S as S
@@ -42,6 +47,7 @@ from vescale_fn.shardings import rules as rules
 from vescale_fn.subprogram import call as call
 from vescale_fn.subprogram import scan as scan
 from vescale_fn.trace import ShapeDtype as ShapeDtype
+from vescale_fn.trace import sharding_of as sharding_of
 from vescale_fn.tree import pytree as pytree
 from vescale_fn.visualize import visualize as visualize
 

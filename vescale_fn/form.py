@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vescale_fn.remat import Policy
 from vescale_fn.sharding.graph import Call, Graph, Scan
 from vescale_fn.trace import Aval, aval_of
 
@@ -20,7 +21,7 @@ class Form:
     num_carry: int = 0
     length: int | None = None
     reverse: bool = False
-    remat: bool = False
+    remat: bool | Policy = False
 
     def parts(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Constants, carries and slices."""

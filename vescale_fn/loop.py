@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from vescale_fn.ambient import NO_AUTOCAST, autocast
+from vescale_fn.cast import WIDEN, cast
 from vescale_fn.form import Form, operand_avals
 from vescale_fn.functional import outside_transforms
 from vescale_fn.interpret import evaluate_equation, run_graph
-from vescale_fn.primitives import RESHARD, constrained
+from vescale_fn.primitives import RESHARD, constrained, named
 from vescale_fn.regions.moves import move_of
 from vescale_fn.regions.ops import RAGGED_ALL_TO_ALL
 from vescale_fn.regions.ragged import exchange_rows
 from vescale_fn.regions.region import current_region
+from vescale_fn.remat import NAMED
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan
 from vescale_fn.split import as_backward, fresh, split
 from vescale_fn.trace import Aval, Trace, current_trace
@@ -61,9 +63,10 @@ class Loop:
         return list(apply(loop, operands)[: self.num_results])
 
     def record(self, operands: Sequence[Any]) -> tuple[Tensor, ...]:
-        """The node itself; operands are free of transforms."""
+        """The node itself; operands are free of transforms, and may come from outside."""
         trace = current_trace()
         assert trace is not None
+        operands = [trace.bring(x) for x in operands]  # one that a transform had wrapped could not be brought before
         device = next((str(x.device) for x in operands if isinstance(x, Tensor)), "cpu")
         avals = [Aval(v.shape, v.dtype, device) for v in self.graph.outputs]
         carries, slices = avals[: self.form.num_carry], avals[self.form.num_carry :]
@@ -112,6 +115,10 @@ def replay(graph: Graph, operands: Sequence[Any]) -> list[Any]:
             move = move_of(e.op, args[1:])
             if move is not None:
                 return [move(args[0])]
+            if e.op is NAMED:
+                return [named(*args)]
+            if e.op is WIDEN:
+                return [cast(*args)]
             if isinstance(e.op, (Scan, Call)):
                 return list(loop_of(e.op, args)(args))
             return evaluate_equation(e, args, kwargs)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from vescale_fn.cast import WIDEN
 from vescale_fn.decompose import decompose_eqn, splice
 from vescale_fn.decompositions import ON_INTENT
 from vescale_fn.fused import RULES as UPDATE_RULES
@@ -19,6 +20,7 @@ from vescale_fn.regions.check import check
 from vescale_fn.regions.lower import RULES as REGION_RULES
 from vescale_fn.regions.lower import regions_of
 from vescale_fn.register import registered_rules
+from vescale_fn.remat import NAMED
 from vescale_fn.sharding.blocked import blocked
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, equations, op_name
 from vescale_fn.sharding.layout import MANUAL, Layout
@@ -26,14 +28,17 @@ from vescale_fn.sharding.plan import Plan
 from vescale_fn.sharding.problem import RuleFor, build
 from vescale_fn.sharding.report import no_rule
 from vescale_fn.sharding.rules import rule_for
+from vescale_fn.sharding.rules.registry import form
 from vescale_fn.sharding.rules.rule import Rule
 from vescale_fn.trace import Traced
+
+COPY = form("... -> ...", linear=[{0}])  # what only marks its operand
 
 
 def lower(name: str, traced: Traced, request: Request, cache_dir: Path | None = None) -> Lowered:
     """Solve, partition and optimize a traced step. `cache_dir`: a folder in which plans are kept."""
     user_rules = {**registered_rules(), **request.rules}
-    extra = {**UPDATE_RULES, **REGION_RULES, **user_rules}
+    extra = {**UPDATE_RULES, **REGION_RULES, **dict.fromkeys((NAMED, WIDEN), COPY), **user_rules}
 
     @cache
     def rule(e: Eqn) -> Rule | None:

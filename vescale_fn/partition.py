@@ -16,6 +16,7 @@ from vescale_fn.primitives import RESHARD
 from vescale_fn.program import Program
 from vescale_fn.regions.lower import OPS as REGION_OPS
 from vescale_fn.regions.lower import localize as localize_region
+from vescale_fn.remat import NAMED
 from vescale_fn.sharding.cost import chain_bytes
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Source, Var
 from vescale_fn.sharding.layout import Layout, Ragged, Shard
@@ -111,7 +112,7 @@ class _Partitioner:
         e = ctx.eqn
         if isinstance(e.op, (Scan, Call)):
             return ctx.emit(self.sub_program(e), local.args, local.kwargs)
-        if e.op is RESHARD:  # the constraint has done its work: the operand arrives in its layout
+        if e.op in (RESHARD, NAMED):  # has done its work: the operand arrives in its layout
             return (local.args[0],)
         if e.op in REGION_OPS:
             return localize_region(ctx, local.args)

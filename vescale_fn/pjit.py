@@ -123,10 +123,9 @@ class Jitted(Generic[P, R]):
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:
         """The global graph for these arguments."""
-        from vescale_fn.request import mesh_of, trace_call
+        from vescale_fn.request import trace_call
 
-        call = self._call(args, kwargs)
-        return trace_call(self._signature, call, mesh_of(self._signature, self._shardings, call)).traced
+        return trace_call(self._signature, self._shardings, self._call(args, kwargs)).traced
 
     def verify(self, *args: P.args, **kwargs: P.kwargs) -> Verified:
         """Run the plain function and the program for these arguments on virtual ranks, operation by operation, and
@@ -155,10 +154,10 @@ class Jitted(Generic[P, R]):
     def _lower(self, call: CallArguments) -> tuple[Lowered, CallForm]:
         # Imported by who lowers: solver, rules and partition would double the time that importing the package takes.
         from vescale_fn.lowering import lower
-        from vescale_fn.request import mesh_of, request_of, trace_call
+        from vescale_fn.request import request_of, trace_call
 
         signature = self._signature
-        staged = trace_call(signature, call, mesh_of(signature, self._shardings, call))
+        staged = trace_call(signature, self._shardings, call)
         request = request_of(signature, self._shardings, call, staged, dict(self._options.rules))
         donated = request.donated
         request = replace(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_fn.remat import NAMED
 from vescale_fn.sharding.bind import bind_sized, check_shape
 from vescale_fn.sharding.forms import SpecLike, as_spec
 from vescale_fn.sharding.grammar import parse
@@ -103,6 +104,44 @@ def reshard(x: Any, spec: SpecLike, **sizes: int | Sequence[int]) -> Any:
 
 
 with_sharding_constraint = reshard
+
+
+class Named(torch.autograd.Function):
+    """The identity, with a name for a value; derivatives pass."""
+
+    @staticmethod
+    def forward(x: Tensor, name: str) -> Tensor:
+        result: Tensor = NAMED(x, name)
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.name = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:
+        return tangent.clone()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], x: Tensor, name: str) -> Any:
+        return Named.apply(x, name), in_dims[0]  # type: ignore[no-untyped-call]
+
+
+def named(x: Tensor, name: str) -> Tensor:
+    """`x`, under a name that a policy of `vescale_fn.schedules.remat` can keep it by.
+
+    >>> named(torch.ones(2), "hidden")
+    tensor([1., 1.])
+    """
+    trace = current_trace()
+    if trace is None:
+        return x
+    result: Tensor = Named.apply(trace.bring(x), name)  # type: ignore[no-untyped-call]
+    return result
 
 
 def constraints(graph: Graph, mesh: MeshShape) -> dict[Eqn, Layout]:

@@ -18,6 +18,7 @@ from vescale_fn.primitives import RESHARD
 from vescale_fn.sharding.graph import Graph, Var
 from vescale_fn.sharding.layout import Layout
 from vescale_fn.sharding.mesh import Mesh
+from vescale_fn.sharding.spec import Spec
 from vescale_fn.shardings import NamedSharding, layouts_for
 from vescale_fn.trace import Aval, ShapeDtype, Traced, trace_flat
 from vescale_fn.tree import flatten, unflatten
@@ -32,8 +33,9 @@ class Staged:
     out_treedef: Any
 
 
-def trace_call(signature: Signature, call: CallArguments, mesh: Mesh | None) -> Staged:
+def trace_call(signature: Signature, shardings: Shardings, call: CallArguments) -> Staged:
     """Trace the function on the types of the call's leaves. Plain tensors count as being on the mesh."""
+    mesh = mesh_of(signature, shardings, call)
     dynamic = tuple(i for i, x in enumerate(call.leaves) if not isinstance(leaf_key(x), tuple))
     out: dict[str, Any] = {}
 
@@ -50,6 +52,7 @@ def trace_call(signature: Signature, call: CallArguments, mesh: Mesh | None) -> 
 
     device = mesh.device_of(0) if mesh is not None else None
     avals = [_aval(call.leaves[i], device) for i in dynamic]
+    came = _shardings(signature, shardings, call, mesh)
     traced = trace_flat(
         flat_fn,
         avals,
@@ -57,8 +60,18 @@ def trace_call(signature: Signature, call: CallArguments, mesh: Mesh | None) -> 
         fn_name=signature.name,
         decompositions=ALWAYS,
         mesh=mesh,
+        shardings=[came[i] for i in dynamic],
     )
     return Staged(traced, dynamic, out["treedef"])
+
+
+def _shardings(
+    signature: Signature, shardings: Shardings, call: CallArguments, mesh: Mesh | None
+) -> list[NamedSharding | None]:
+    """Where each leaf lives, as far as the call says it."""
+    asked = [None] * len(call.leaves) if mesh is None else _asked(signature, shardings, call, mesh)
+    named = [None if a is None or mesh is None else NamedSharding(mesh, a[1]) for a in asked]
+    return [x.sharding if isinstance(x, Array) else a for x, a in zip(call.leaves, named)]
 
 
 def _aval(x: Any, device: str | None) -> Aval | float:
@@ -108,18 +121,27 @@ def _input_layouts(
 ) -> tuple[Layout | None, ...]:
     """Layout of each dynamic leaf: the Array's own, else what in_shardings says, else the solver's choice."""
     own = [x.layout if isinstance(x, Array) else None for x in call.leaves]
-    if shardings.inputs is not None:
-        what = f"{signature.name}: in_shardings"
-        asked = layouts_for(_by_parameter(signature.name, shardings.inputs, call), call.trees, mesh, what=what)
-        for i, (layout, spec) in enumerate(asked):
-            if spec is None:
-                continue
-            x = call.leaves[i]
-            if isinstance(x, Array) and x.layout != layout:
-                has = x.type.text(x.spec)
-                raise ValueError(errors.sharding_mismatch(signature.name, call.paths[i], has, f"'{spec}'"))
-            own[i] = layout
+    for i, asked in enumerate(_asked(signature, shardings, call, mesh)):
+        if asked is None:
+            continue
+        layout, spec = asked
+        x = call.leaves[i]
+        if isinstance(x, Array) and x.layout != layout:
+            has = x.type.text(x.spec)
+            raise ValueError(errors.sharding_mismatch(signature.name, call.paths[i], has, f"'{spec}'"))
+        own[i] = layout
     return tuple(own[i] for i in staged.dynamic)
+
+
+def _asked(
+    signature: Signature, shardings: Shardings, call: CallArguments, mesh: Mesh
+) -> list[tuple[Layout, Spec] | None]:
+    """What in_shardings says of each leaf."""
+    if shardings.inputs is None:
+        return [None] * len(call.leaves)
+    what = f"{signature.name}: in_shardings"
+    found = layouts_for(_by_parameter(signature.name, shardings.inputs, call), call.trees, mesh, what=what)
+    return [None if spec is None else (layout, spec) for layout, spec in found]
 
 
 def _by_parameter(fn: str, inputs: Any, call: CallArguments) -> Any:

@@ -10,23 +10,29 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from vescale_fn.dead_code import drop_dead
+from vescale_fn.remat import Policy, as_policy
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, is_view, map_vars, vars_in
 
 
 def split(
-    joint: Graph, num_results: int, cotangents: Collection[Var], constants: Collection[Var], remat: bool = False
+    joint: Graph,
+    num_results: int,
+    cotangents: Collection[Var],
+    constants: Collection[Var],
+    remat: bool | Policy = False,
 ) -> tuple[Graph, Graph]:
     """Forward graph and backward graph.
 
     joint: maps primals and cotangents to the results (the first num_results outputs) and the gradients.
     cotangents: inputs on which forward does not depend. constants: inputs that are the same in every iteration.
-    remat: backward computes everything again. The forward graph returns results, then residuals; the backward graph
-    takes all inputs of the joint graph, then residuals.
+    remat: backward computes everything again, or what the policy does not keep. The forward graph returns results,
+    then residuals; the backward graph takes all inputs of the joint graph, then residuals.
     """
     late = _dependents(joint, cotangents)
     forward = [e for e in joint.eqns if e not in late]
     gradients = joint.outputs[num_results:]
-    again = set(forward) if remat else _recomputed(forward, constants)
+    policy = as_policy(remat)
+    again = _recomputed(forward, constants) if policy is None else _not_kept(forward, policy)
     needed = _needed_before(joint, gradients, late | again)
     residuals = list(dict.fromkeys(v for e in forward if e not in again for v in e.outs if v in needed))
     results = (*joint.outputs[:num_results], *residuals)
@@ -73,6 +79,12 @@ def _recomputed(forward: Sequence[Eqn], constants: Collection[Var]) -> set[Eqn]:
         elif is_view(e) or not e.operands:
             again.add(e)
     return again
+
+
+def _not_kept(forward: Sequence[Eqn], policy: Policy) -> set[Eqn]:
+    """Forward equations that backward runs again under a policy."""
+    kept = set(policy.kept(forward))
+    return {e for e in forward if kept.isdisjoint(e.outs)}
 
 
 def _needed_before(joint: Graph, gradients: Sequence[object], later: set[Eqn]) -> set[Var]:

@@ -21,6 +21,7 @@ from vescale_fn.form import Form, operand_avals
 from vescale_fn.functional import outside_transforms
 from vescale_fn.loop import Loop
 from vescale_fn.regions.region import Ambient
+from vescale_fn.remat import Policy
 from vescale_fn.sharding.graph import dtype_text
 from vescale_fn.trace import Trace, aval_of, current_trace
 from vescale_fn.tree import flatten, flatten_with_paths, map_leaves, unflatten
@@ -61,10 +62,11 @@ def scan(
     return unflatten(init_def, step.carry.fill(results[: len(carries)])), unflatten(step.y_def, ys)
 
 
-def call(fn: Callable[..., Any], *args: Any, remat: bool = False) -> Any:
+def call(fn: Callable[..., Any], *args: Any, remat: bool | Policy = False) -> Any:
     """fn(*args) as one node of the step; without arguments, a function that does this when called.
 
-    remat: backward computes fn again from its arguments instead of keeping its intermediate values.
+    remat: backward computes fn again from its arguments instead of keeping its intermediate values; a policy says
+        which of them it keeps all the same (see `vescale_fn.schedules.remat`).
 
     >>> gelu = call(torch.nn.functional.gelu, remat=True)
     >>> gelu(torch.zeros(2))
@@ -75,7 +77,7 @@ def call(fn: Callable[..., Any], *args: Any, remat: bool = False) -> Any:
     return _call(fn, args, {}, remat)
 
 
-def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], remat: bool) -> Any:
+def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], remat: bool | Policy) -> Any:
     trace = current_trace()
     if trace is None:
         return fn(*args, **kwargs)

@@ -23,6 +23,7 @@ from vescale_fn.names import identifier
 from vescale_fn.regions.marks import mark, states_of
 from vescale_fn.sharding.graph import Graph, Var
 from vescale_fn.sharding.mesh import Mesh
+from vescale_fn.shardings import NamedSharding
 from vescale_fn.source import Lines, source_of_traceback
 from vescale_fn.trace_errors import TraceError
 from vescale_fn.trace_modes import Lift, Record
@@ -85,12 +86,14 @@ def trace_flat(
     fn_name: str = "step",
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
     mesh: Mesh | None = None,
+    shardings: Sequence[NamedSharding | None] = (),
 ) -> Traced:
     """Trace `fn`, which takes tensors and floats and returns a flat list of leaves.
 
     avals: an Aval for a tensor argument, a value for a float argument (a decision that depends on it makes it static).
     names: of the arguments, by default x0, x1, ...
     mesh: what regions in fn run on.
+    shardings: of the arguments, where they are known: what `sharding_of` says of them.
     Raises TraceError, with the user's line, where the step cannot be traced; an exception of the step itself is
     raised as it is, with a note.
 
@@ -106,7 +109,7 @@ def trace_flat(
     floats = frozenset(i for i, a in enumerate(avals) if isinstance(a, float))
 
     def attempt(static: frozenset[int]) -> tuple[Traced, frozenset[int]]:
-        return Trace(fn_name, decompositions or {}, mesh=mesh).run(fn, avals, given, static)
+        return Trace(fn_name, decompositions or {}, mesh=mesh, shardings=shardings).run(fn, avals, given, static)
 
     try:
         traced, needed = attempt(frozenset())
@@ -132,11 +135,15 @@ class Trace:
         parent: Trace | None = None,
         transforms: int = 0,
         mesh: Mesh | None = None,
+        shardings: Sequence[NamedSharding | None] = (),
     ) -> None:
         """parent: the trace in which this one, of a sub-program, runs. transforms: how many of torch.func are under way
-        there."""
+        there. shardings: of the arguments, where they are known."""
         self.fn_name = fn_name
         self.mesh: Mesh | None = parent.mesh if parent else mesh
+        self.parent = parent
+        self.shardings = shardings
+        self.placed: dict[int, NamedSharding] = {}  # by id: what came with a sharding
         self.depth: int = transforms + (parent.depth if parent else 0)  # of wrappers that transforms outside have made
         self._differentiated: dict[int, torch.Tensor] = {}  # by id: wrappers that a gradient inside is taken for
         self.decompositions = dict(decompositions)
@@ -181,6 +188,8 @@ class Trace:
             inside = dict(enumerate(arguments)) | dict(zip(dynamic, values, strict=True))
             for value, i in zip(values, dynamic):
                 self._own(value, f"argument {names[i]}")
+                if i < len(self.shardings) and (sharding := self.shardings[i]) is not None:
+                    self.placed[id(value)] = sharding
             with self._under_way():
                 leaves = [self.bring(x) for x in fn(*inside.values())]
             constants[:] = [_DYNAMIC if _is_dynamic(x) else x for x in leaves]
@@ -248,6 +257,8 @@ class Trace:
                 self._last_input = proxy.node
                 track_tensor_tree(fake, proxy, constant=None, tracer=self._tracer)
             self._lifted[id(value)] = fake
+            if (sharding := sharding_of(value)) is not None:
+                self.placed[id(fake)] = sharding
         return self._lifted[id(value)]
 
     def emit(self, op: Any, operands: Sequence[Any], results: Sequence[Aval]) -> list[torch.Tensor]:
@@ -279,17 +290,17 @@ class Trace:
             self._owners[value.untyped_storage()._cdata] = what
 
     def _is_foreign(self, tensor: torch.Tensor) -> bool:
-        return getattr(_wrappers(tensor)[-1], "fake_mode", None) is not self.mode
+        return getattr(wrappers(tensor)[-1], "fake_mode", None) is not self.mode
 
     def _is_transformed(self, tensor: torch.Tensor) -> bool:
         """Whether a transform inside this trace has wrapped a tensor. Gradients are tied to the wrapper, so it must
         not be replaced; what it wraps comes by in its turn. Wrappers from outside look alike: one is from inside if
         there are more than the transforms outside make, or if it is being differentiated here."""
-        *wrappers, base = _wrappers(tensor)
-        here = [id(t) in self._differentiated for t in wrappers]
+        *around, base = wrappers(tensor)
+        here = [id(t) in self._differentiated for t in around]
         if any(here) and self.depth and not here[-1] and self._is_foreign(base):
             raise TraceError(errors.gradient_across(self.fn_name, self.lines.locate()[0]))
-        return len(wrappers) > self.depth or any(here)
+        return len(around) > self.depth or any(here)
 
     @contextlib.contextmanager
     def _under_way(self) -> Iterator[None]:
@@ -319,7 +330,32 @@ class Trace:
         return frozenset(symbols[s] for g in env.guards for s in g.expr.free_symbols if s in symbols)
 
 
-def _wrappers(tensor: torch.Tensor) -> list[torch.Tensor]:
+def sharding_of(value: Any) -> NamedSharding | None:
+    """The sharding with which a value came: that of an Array, and inside a step that of an argument, or of something
+    that the step closes over. None for what the step computes, and for plain tensors.
+
+    So a function can say where its results should live by where its arguments do, and still runs without a mesh.
+
+    >>> import vescale_fn as vf
+    >>> w = vf.device_put(torch.ones(4, 2), "d/dp f", vf.make_mesh(dp=2))
+    >>> step = vf.pjit(lambda w: print(vf.sharding_of(w), vf.sharding_of(w + 1)) or w)
+    >>> _ = step(w)
+    NamedSharding(dp=2: 'd/dp f') None
+    """
+    if isinstance(value, Array):
+        return value.sharding
+    if not isinstance(value, torch.Tensor):
+        return None
+    trace, chain = current_trace(), wrappers(value)
+    while trace is not None:
+        for x in chain:
+            if id(x) in trace.placed:
+                return trace.placed[id(x)]
+        trace = trace.parent
+    return None
+
+
+def wrappers(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensor, what it wraps, and so on down to a plain one."""
     chain = [tensor]
     while torch._C._functorch.is_functorch_wrapped_tensor(chain[-1]):

@@ -12,9 +12,11 @@ from vescale_fn.passes.in_place import update_in_place
 from vescale_fn.passes.late import view_late
 from vescale_fn.passes.overwrite import overwrite_operands
 from vescale_fn.passes.regather import regather
+from vescale_fn.passes.wide import reduce_wide
 from vescale_fn.program import Program
 
 PASSES = (
+    reduce_wide,
     share_common,
     drop_dead_equations,
     gather_ahead,
@@ -29,7 +31,7 @@ PASSES = (
 
 def optimize(program: Program, *, gather_again: bool = False) -> Program:
     """Every pass, in order. `gather_again`: backward gathers parameters anew instead of keeping forward's."""
-    for run in (share_common, regather, *PASSES[1:]) if gather_again else PASSES:
+    for run in (*PASSES[:2], regather, *PASSES[2:]) if gather_again else PASSES:
         program = run(program)
     return program
 
@@ -43,6 +45,7 @@ __all__ = [
     "optimize",
     "overwrite_operands",
     "reduce_early",
+    "reduce_wide",
     "regather",
     "share_common",
     "update_in_place",
