@@ -16,6 +16,7 @@ from vescale_fn.regions.infer import boundary_states
 from vescale_fn.regions.marks import states_of
 from vescale_fn.regions.moves import ToGlobal
 from vescale_fn.regions.ops import boundary_layout, global_shape
+from vescale_fn.regions.rank_tensor import AtOnce
 from vescale_fn.regions.region import Region, current_region, inside
 from vescale_fn.regions.states import UNCHECKED, I, R, State, U, V
 from vescale_fn.regions.texts import RegionError
@@ -91,14 +92,14 @@ class ShardMapped:
         if kwargs:
             raise TypeError(texts.keyword_arguments(self.name, list(kwargs)))
         paths, leaves, treedef = flatten_with_paths(args)
-        region = self.region(paths, leaves)
+        region, arrays = self.region(paths, leaves), any(isinstance(x, Array) for x in leaves)
         specs = self.specs_of_arguments(args)
         with inside(region):
             local = [self.entered(region, p, x, s) for p, x, s in zip(paths, leaves, specs, strict=True)]
             result = self.fn(*unflatten(treedef, local))
             out_paths, outs, out_def = flatten_with_paths(result)
             out_specs = specs_for(self.out_specs, result, f"shard_map({self.name}): out_specs")
-            left = [self.left(region, p, y, s) for p, y, s in zip(out_paths, outs, out_specs, strict=True)]
+            left = [self.left(region, p, y, s, arrays) for p, y, s in zip(out_paths, outs, out_specs, strict=True)]
         return unflatten(out_def, left)
 
     # ---- the region
@@ -127,7 +128,8 @@ class ShardMapped:
             raise RegionError(texts.opened_twice(self.name, twice, outer.name))
         axes = tuple(a for a in mesh.axis_names if a in names)
         shape = MeshShape(axes, tuple(mesh.shape[a] for a in axes))
-        return Region(self.name, mesh, shape, self.checked, outer)
+        at_once = AtOnce(mesh) if trace is None else None
+        return Region(self.name, mesh, shape, self.checked, outer, at_once)
 
     def specs_of_arguments(self, args: tuple[Any, ...]) -> list[tuple[Spec | None, Sizes]]:
         """The spec of each leaf, None where it is static."""
@@ -152,8 +154,8 @@ class ShardMapped:
             value = bring(region.outer, value)
         return enter(region, value, text)
 
-    def left(self, region: Region, path: str, y: Any, given: tuple[Spec | None, Sizes]) -> Any:
-        """The global value of an output."""
+    def left(self, region: Region, path: str, y: Any, given: tuple[Spec | None, Sizes], arrays: bool) -> Any:
+        """The global value of an output; an Array where the arguments are Arrays and no trace is under way."""
         spec, sizes = given
         if not isinstance(y, (Tensor, Array)):
             return y
@@ -164,7 +166,11 @@ class ShardMapped:
         axes = str(region.axes)
         expected = boundary_states(text, axes, global_shape(text, axes, y.shape))
         y = self.promised(region, where, y, expected)
-        return ToGlobal(axes, text, region.ranks)(y)
+        if region.at_once is None:
+            return ToGlobal(axes, text)(y)
+        if arrays and region.outer is None:
+            return region.at_once.array(y, axes, text)
+        return ToGlobal(axes, text, region.at_once.parts)(y)
 
     def bound(
         self,

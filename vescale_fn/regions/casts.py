@@ -133,7 +133,7 @@ def enter_whole(region: Region, x: Any) -> Tensor:
 def enter(region: Region, x: Any, spec: str) -> Tensor:
     """A value enters a region. Unchecked, it has no states, and every rank contributes to its gradient."""
     axes = str(region.axes)
-    inside = ToLocal(axes, spec, region.ranks)(x)
+    inside = ToLocal(axes, spec, region.at_once.parts if region.at_once else None)(x)
     if region.checked:
         return inside
     by_state: dict[State, list[str]] = {}

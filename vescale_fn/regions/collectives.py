@@ -14,11 +14,12 @@ from torch import Tensor
 
 from vescale_fn.regions import moves, ops, texts
 from vescale_fn.regions.casts import axes_with_sizes, bring, cast
-from vescale_fn.regions.marks import states_of
+from vescale_fn.regions.marks import mark, states_of
 from vescale_fn.regions.ragged import exchange_rows
 from vescale_fn.regions.region import Region, current_region
 from vescale_fn.regions.states import UNCHECKED, I, R, State, U, V, state_named
 from vescale_fn.regions.texts import RegionError
+from vescale_fn.source import user_source
 from vescale_fn.tree import map_leaves
 
 Axes = str | Sequence[str]
@@ -208,6 +209,10 @@ def ragged_all_to_all(
 def axis_index(axis: Axes) -> Tensor:
     """This rank's position along `axis` (major to minor), an int64 tensor without dims: varying."""
     site = Site.of("axis_index", axis)
+    if site.region.at_once is not None:
+        index = site.region.at_once.index(site.axes)
+        mark(index, {a: V if a in site.names else I for a in site.region.manual})
+        return index
     return ops.AXIS_INDEX(site.axes, torch.device(site.region.mesh.device_of(0)))  # type: ignore[no-any-return]
 
 
@@ -318,7 +323,9 @@ def _reduced(site: Site, t: Tensor, kind: str) -> Tensor:
     before = site.state_of(t, (V, U) if kind == "sum" else (V,))
     same = [a for a in site.names if site.region.checked and (states_of(t) or {}).get(a, I) in (I, R)]
     if same and kind == "sum":
-        warnings.warn(texts.summed_again(same, site.region.mesh.shape.extent(same)), stacklevel=5)
+        line = user_source()
+        message = texts.summed_again(same, site.region.mesh.shape.extent(same))
+        warnings.warn_explicit(message, UserWarning, line.file, line.line)
     return moves.AllReduce(site.axes, kind, site.states(before, I))(site.cast(t, before))
 
 

@@ -244,7 +244,7 @@ class ToLocal(Edge):
     op = ops.TO_LOCAL
 
     def record(self, x: Tensor) -> Tensor:
-        if self.ranks is not None and type(x) is Tensor:
+        if self.ranks is not None and (type(x) is Tensor or not isinstance(x, Tensor)):
             return self.ranks(x, self.axes, self.spec)
         return super().record(x)
 

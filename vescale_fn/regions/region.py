@@ -7,15 +7,17 @@ works them out from those of the operands, operation by operation.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vescale_fn.array import Array
+from vescale_fn.regions import ops
 from vescale_fn.regions.check import infer_sub_program
 from vescale_fn.regions.infer import as_equation, infer
 from vescale_fn.regions.marks import mark, states_of
@@ -23,6 +25,18 @@ from vescale_fn.regions.states import States
 from vescale_fn.sharding.graph import Call, Scan
 from vescale_fn.sharding.mesh import Mesh, MeshShape
 from vescale_fn.trace_modes import map_tensors
+
+
+class AtOnce(Protocol):
+    """How values enter a region that runs at once, on all ranks of this process; see `rank_tensor`."""
+
+    def parts(self, x: Any, axes: str, spec: str) -> Tensor: ...
+
+    def same(self, x: Any) -> Any: ...
+
+    def index(self, axes: str) -> Tensor: ...
+
+    def array(self, x: Any, axes: str, spec: str) -> Array: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +48,7 @@ class Region:
     axes: MeshShape
     checked: bool = True
     outer: Region | None = None
-    ranks: Callable[[Tensor, str, str], Tensor] | None = None  # where it runs at once, see `moves.Edge`
+    at_once: AtOnce | None = None  # where it runs at once instead of being traced
     entered: dict[Any, tuple[Any, Tensor]] = field(default_factory=dict)  # closed-over values, what stands for them
 
     @property
@@ -89,9 +103,12 @@ class WorkOutStates(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
         out = func(*args, **kwargs)
-        if func is not torch.ops.prim.device.default:
-            self.region.note(func, args, kwargs, out)
+        if self.region.at_once is not None and not ops.is_ours(func):  # what it makes out of nothing
+            out = map_tensors(out, self.region.at_once.same)
+        self.region.note(func, args, kwargs, out)
         return out
 
 

@@ -205,6 +205,13 @@ def wrong_state(e: Eqn, axis: str, expected: State, found: State) -> str:
     )
 
 
+def reads_varying(what: str, axes: Sequence[str], source: Source) -> str:
+    return (
+        f"The value of {what} differs between the ranks along {_axes(axes)}, so Python cannot read one number of it. "
+        f"Use torch.where in place of a branch, or reduce it first: vf.psum(x, {_axes(axes)})." + _at(source)
+    )
+
+
 # ---- shard_map
 
 

@@ -1,0 +1,267 @@
+"""Regions that run at once: one tensor that holds the parts of all ranks of this process, in lock step.
+
+Python runs once. An operation runs on each part; a collective runs on all of them, by the engine of the mesh. What the
+trace decomposes is decomposed here too, so that a region gives the same bits whether it is lowered or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_fn.array import Array, ArrayType
+from vescale_fn.decompositions import ALWAYS
+from vescale_fn.engines import Executable, engine_for
+from vescale_fn.functional import unseen
+from vescale_fn.localize.context import Builder
+from vescale_fn.move import move_to
+from vescale_fn.names import Names
+from vescale_fn.placement import cut
+from vescale_fn.program import AxisIndex, Program, bind_constant
+from vescale_fn.regions import ops, texts
+from vescale_fn.regions.infer import boundary_states
+from vescale_fn.regions.lower import COLLECTIVES
+from vescale_fn.regions.marks import mark, states_of
+from vescale_fn.regions.ops import boundary_layout, global_shape, group_of
+from vescale_fn.regions.states import I, states_text
+from vescale_fn.sharding import comm
+from vescale_fn.sharding.graph import Eqn, Graph, Source, Var, dtype_text
+from vescale_fn.sharding.layout import MANUAL, WHOLE, Layout
+from vescale_fn.sharding.mesh import Mesh
+from vescale_fn.source import user_source
+from vescale_fn.trace_modes import map_tensors
+
+
+class RankTensor(Tensor):
+    """What each rank of this process holds of a value in a region. Printing shows every rank."""
+
+    parts: tuple[Tensor, ...]
+    mesh: Mesh
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, parts: Sequence[Tensor], mesh: Mesh) -> RankTensor:
+        first = parts[0]
+        out: RankTensor = Tensor._make_wrapper_subclass(
+            cls, first.shape, strides=first.stride(), dtype=first.dtype, device=first.device
+        )
+        out.parts, out.mesh = tuple(parts), mesh
+        return out
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if ops.is_ours(func) and func in _OURS:
+            return _OURS[func](*args)
+        if func in ALWAYS:
+            return ALWAYS[func](*args, **kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return _scalar(args[0])
+        mesh = next(x.mesh for x in _tensors((args, kwargs)) if isinstance(x, RankTensor))
+        results = [func(*_of_rank(args, i), **_of_rank(kwargs, i)) for i in range(len(mesh.local_ranks))]
+        return args[0] if func._schema.is_mutable and _writes_first(func) else _gathered(results, mesh)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with unseen():
+            rows = [f"{where}: {part}" for where, part in self._by_rank()]
+        return f"RankTensor({type_text(self)}\n  " + "\n  ".join(r.replace("\n", "\n    ") for r in rows) + "\n)"
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    def _by_rank(self) -> Iterator[tuple[str, Tensor]]:
+        for rank, part in zip(self.mesh.local_ranks, self.parts):
+            coords = self.mesh.shape.coords(rank)
+            yield ", ".join(f"{a}={i}" for a, i in coords.items()), part
+
+
+def type_text(x: Tensor) -> str:
+    """`f32[4, 3] {V: dp}`."""
+    states = states_text(states_of(x) or {})
+    return f"{dtype_text(x.dtype)}{list(x.shape)}" + (f" {states}" if states else "")
+
+
+@dataclass(frozen=True)
+class AtOnce:
+    """How values enter a region that runs at once."""
+
+    mesh: Mesh
+
+    def parts(self, x: Any, axes: str, spec: str) -> RankTensor:
+        """What each rank of this process sees of a global tensor or Array."""
+        layout = _on_mesh(boundary_layout(spec, axes, tuple(x.shape)), self.mesh)
+        with unseen():
+            if isinstance(x, Array):
+                parts = [s.clone() for s in move_to(x, layout).shards]
+            else:
+                parts = [cut(x.to(self.mesh.device_of(r)), layout, c) for r, c in _ranks(self.mesh)]
+        out = RankTensor(parts, self.mesh)
+        mark(out, boundary_states(spec, axes, tuple(x.shape)))
+        return out
+
+    def same(self, x: Any) -> Any:
+        """A tensor that the region made out of nothing, as it is on every rank."""
+        if type(x) is not Tensor:
+            return x
+        return RankTensor([x.to(self.mesh.device_of(r), copy=True) for r in self.mesh.local_ranks], self.mesh)
+
+    def index(self, axes: str) -> RankTensor:
+        """Every rank's position along axes."""
+        names = group_of(axes).names
+        at = ((r, bind_constant(AxisIndex(names), self.mesh.shape, c)) for r, c in _ranks(self.mesh))
+        with unseen():
+            return RankTensor([torch.tensor(i, device=self.mesh.device_of(r)) for r, i in at], self.mesh)
+
+    def array(self, x: Any, axes: str, spec: str) -> Array:
+        """An output as an Array."""
+        layout = _on_mesh(boundary_layout(spec, axes, global_shape(spec, axes, x.shape)), self.mesh)
+        with unseen():
+            return Array(ArrayType(layout, x.dtype, self.mesh), [p.contiguous() for p in x.parts], spec)
+
+
+def _ranks(mesh: Mesh) -> list[tuple[int, dict[str, int]]]:
+    return [(r, mesh.shape.coords(r)) for r in mesh.local_ranks]
+
+
+def _on_mesh(layout: Layout, mesh: Mesh, others: Any = WHOLE) -> Layout:
+    """A layout on the axes of a region, on all axes of the mesh."""
+    states = {**dict.fromkeys(mesh.axis_names, others), **dict(zip(layout.mesh.names, layout.states))}
+    return Layout.of(mesh.shape, layout.shape, states)
+
+
+# ---- operations on every part
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(tree, found.append)
+    return found
+
+
+def _of_rank(tree: Any, i: int) -> Any:
+    return map_tensors(tree, lambda x: x.parts[i] if isinstance(x, RankTensor) else x)
+
+
+def _gathered(results: Sequence[Any], mesh: Mesh) -> Any:
+    """Results of the ranks as one: tensors together, and what is no tensor as the first rank has it."""
+    first = results[0]
+    if isinstance(first, Tensor):
+        return RankTensor(results, mesh)
+    if isinstance(first, (tuple, list)):
+        return type(first)([_gathered(column, mesh) for column in zip(*results)])
+    return first
+
+
+def _writes_first(op: Any) -> bool:
+    """Whether an operation writes to its first operand, and returns it."""
+    alias = op._schema.arguments[0].alias_info
+    return alias is not None and bool(alias.is_write)
+
+
+def _scalar(x: RankTensor) -> Any:
+    """The one value of an invarying tensor. Raises RegionError where ranks may differ."""
+    varying = [a for a, s in (states_of(x) or {}).items() if s != I]
+    if varying:
+        raise texts.RegionError(texts.reads_varying(type_text(x), varying, user_source()))
+    return x.parts[0].item()
+
+
+# ---- operations of regions
+
+
+def _collective(op: Any) -> Callable[..., RankTensor]:
+    def run(x: RankTensor, axes: str, *rest: Any) -> RankTensor:
+        made = COLLECTIVES[op](axes, *(tuple(r) if isinstance(r, list) else r for r in rest))
+        return _by_engine(made, [x]) if group_of(axes).size > 1 else _alias(x)
+
+    return run
+
+
+def _by_engine(made: comm.Comm, operands: Sequence[RankTensor]) -> RankTensor:
+    mesh = operands[0].mesh
+    run = _one_equation(mesh, made, tuple((tuple(x.shape), x.dtype) for x in operands))
+    rows = [[p.contiguous() for p in row] for row in zip(*(x.parts for x in operands))]
+    return RankTensor([row[0] for row in run(rows)], mesh)
+
+
+@lru_cache(maxsize=1024)
+def _one_equation(mesh: Mesh, made: comm.Comm, operands: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> Executable:
+    """The program of one collective on values of the ranks' own."""
+    inputs = tuple(Var(f"x{i}", shape, dtype) for i, (shape, dtype) in enumerate(operands))
+    shape = _result_shape(mesh, made, [s for s, _ in operands])
+    out = Var("y", shape, operands[0][1])
+    layouts = {v: Layout.of(mesh.shape, v.shape, dict.fromkeys(mesh.axis_names, MANUAL)) for v in (*inputs, out)}
+    graph = Graph(inputs, (Eqn(made, inputs, {}, (out,)),), (out,))
+    return engine_for(mesh).load(Program(mesh.shape, graph, layouts))
+
+
+def _result_shape(mesh: Mesh, made: comm.Comm, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    shape = list(shapes[1] if isinstance(made, comm.RaggedAllToAll) else shapes[0])
+    n = mesh.shape.extent(made.axes)
+    if isinstance(made, comm.AllGather):
+        shape[made.dim] *= n
+    elif isinstance(made, (comm.ReduceScatter, comm.Slice)):
+        shape[made.dim] //= n
+    elif isinstance(made, comm.AllToAll):
+        shape[made.split_dim] //= n
+        shape[made.concat_dim] *= n
+    return tuple(shape)
+
+
+def _alias(x: RankTensor, *_: Any) -> RankTensor:
+    return RankTensor([torch.ops.aten.alias.default(p) for p in x.parts], x.mesh)
+
+
+def _keep(x: RankTensor, axes: str, index: int, _: str) -> RankTensor:
+    names = group_of(axes).names
+    at = [bind_constant(AxisIndex(names), x.mesh.shape, c) for _, c in _ranks(x.mesh)]
+    return RankTensor([p.clone() if i == index else torch.zeros_like(p) for i, p in zip(at, x.parts)], x.mesh)
+
+
+def _to_local(x: RankTensor, axes: str, spec: str) -> RankTensor:
+    """Into a region inside another one: every rank takes its part of what it holds."""
+    layout = boundary_layout(spec, axes, tuple(x.shape))
+    return RankTensor([cut(p, layout, c) for p, (_, c) in zip(x.parts, _ranks(x.mesh))], x.mesh)
+
+
+def _to_global(x: RankTensor, axes: str, spec: str) -> Tensor:
+    """Out of a region: the whole value, of the ranks of the region around it if there is one."""
+    layout = boundary_layout(spec, axes, global_shape(spec, axes, x.shape))
+    nested = len(group_of(axes).names) < len(states_of(x) or {})
+    start = _on_mesh(layout, x.mesh, MANUAL if nested else WHOLE)
+    (column,) = zip(*_whole(x.mesh, start, x.dtype)([[p] for p in x.parts]))
+    return RankTensor(column, x.mesh) if nested else column[0]
+
+
+@lru_cache(maxsize=1024)
+def _whole(mesh: Mesh, start: Layout, dtype: torch.dtype) -> Executable:
+    """The program that makes a value whole along the axes that are not manual."""
+    source = Var("x", start.shape, dtype)
+    builder = Builder({source: start}, Names({"x"}))
+    to = start.with_states({a: WHOLE for a, s in zip(start.mesh.names, start.states) if s != MANUAL})
+    chain = [source, *builder.reshard(source, to, Source(), "forward")]
+    return engine_for(mesh).load(
+        Program(mesh.shape, Graph((source,), tuple(builder.eqns), (chain[-1],)), builder.layouts)
+    )
+
+
+def _ragged(*args: Any) -> RankTensor:
+    return _by_engine(comm.RaggedAllToAll(group_of(args[6]).names), args[:6])
+
+
+_OURS: dict[Any, Callable[..., Any]] = {
+    **{op: _collective(op) for op in COLLECTIVES},
+    ops.CAST: _alias,
+    ops.KEEP: _keep,
+    ops.TO_LOCAL: _to_local,
+    ops.TO_GLOBAL: _to_global,
+    ops.RAGGED_ALL_TO_ALL: _ragged,
+}
