@@ -39,7 +39,7 @@ def resolve(spec: Spec, shape: tuple[int, ...], sizes: Sizes) -> list[Piece]:
     """
     widths = [_width(d) for d in spec.dims]
     rest = len(shape) - sum(widths)
-    _check_rank(spec, shape, sum(widths))
+    check_rank(spec, shape)
     pieces, d = [], 0
     for dim, width in zip(spec.dims, widths):
         if isinstance(dim, Factor):
@@ -60,7 +60,9 @@ def _width(dim: Dim) -> int:
     return int(isinstance(dim, Factor))
 
 
-def _check_rank(spec: Spec, shape: tuple[int, ...], width: int) -> None:
+def check_rank(spec: Spec, shape: tuple[int, ...]) -> None:
+    """Raise SpecError when a tensor of this shape has another number of dims than the spec says."""
+    width = sum(map(_width, spec.dims))
     open_rank = "..." in spec.dims
     if len(shape) == width or (open_rank and len(shape) > width):
         return

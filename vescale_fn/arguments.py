@@ -91,7 +91,7 @@ class Signature:
         data_argnums: int | Sequence[int] | None = None,
     ) -> Signature:
         name = getattr(fn, "__name__", type(fn).__name__)
-        params, more_args, more_kwargs = _parameters(fn)
+        params, more_args, more_kwargs = parameters_of(fn)
 
         def param(i: int, what: str) -> str:
             if not (more_args and i >= len(params)) and not -len(params) <= i < len(params):
@@ -135,7 +135,7 @@ class Signature:
         return Static(x)
 
 
-def _parameters(fn: Callable[..., Any]) -> tuple[tuple[str, ...], bool, bool]:
+def parameters_of(fn: Callable[..., Any]) -> tuple[tuple[str, ...], bool, bool]:
     """Names of the parameters, and whether there is a *args and a **kwargs."""
     try:
         found = inspect.signature(fn).parameters.values()

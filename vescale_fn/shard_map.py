@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vescale_fn.arguments import parameters_of
 from vescale_fn.array import Array
 from vescale_fn.regions import texts
 from vescale_fn.regions.casts import bring, cast, enter
@@ -23,6 +24,7 @@ from vescale_fn.regions.texts import RegionError
 from vescale_fn.sharding.forms import Sizes
 from vescale_fn.sharding.layout import Partial, Ragged, Shard
 from vescale_fn.sharding.mesh import Mesh, MeshShape
+from vescale_fn.sharding.sizes import check_rank
 from vescale_fn.sharding.spec import Spec, SpecError, check_axes
 from vescale_fn.shardings import specs_for
 from vescale_fn.trace import current_trace
@@ -92,6 +94,7 @@ class ShardMapped:
         if kwargs:
             raise TypeError(texts.keyword_arguments(self.name, list(kwargs)))
         paths, leaves, treedef = flatten_with_paths(args)
+        paths = self.named(paths, len(args))
         region, arrays = self.region(paths, leaves), any(isinstance(x, Array) for x in leaves)
         specs = self.specs_of_arguments(args)
         with inside(region):
@@ -101,6 +104,13 @@ class ShardMapped:
             out_specs = specs_for(self.out_specs, result, f"shard_map({self.name}): out_specs")
             left = [self.left(region, p, y, s, arrays) for p, y, s in zip(out_paths, outs, out_specs, strict=True)]
         return unflatten(out_def, left)
+
+    def named(self, paths: Sequence[str], count: int) -> list[str]:
+        """Paths that begin with the names of the function's parameters instead of positions."""
+        known = parameters_of(self.fn)[0][:count]
+        names = [*known, *map(str, range(len(known), count))]
+        split = (path.partition(".") for path in paths)
+        return [names[int(first)] + dot + rest for first, dot, rest in split]
 
     # ---- the region
 
@@ -193,6 +203,7 @@ class ShardMapped:
             if shape is None:
                 if not local and any(d != "..." for d in spec.dims):
                     raise RegionError(texts.scalar_output(self.name, path, str(spec)))
+                check_rank(spec, local)
                 shape = global_shape(str(sized), str(region.axes), local)
             layout = boundary_layout(str(sized), str(region.axes), shape)
         except SpecError as e:

@@ -309,6 +309,6 @@ def not_a_sum(name: str, path: str, axis: str, state: State) -> str:
 
 def scalar_output(name: str, path: str, spec: str) -> str:
     return (
-        f"shard_map({name}): output {path} has no dims for the out_spec '{spec}'. "
+        f"shard_map({name}): {path} has no dims for the out_spec '{spec}'. "
         "Return x[None] to stack one entry of each rank."
     )
