@@ -73,7 +73,7 @@ class _Run:
         self.table, self.blocking = table, engine == "blocking"
         self.at = [0] * table.ranks
         self.have: list[set[tuple[str, int, int]]] = [set() for _ in table.rows]  # outputs F and gradients B, by stage
-        self.sent: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
+        self.sent: dict[tuple[int, int], deque[Action]] = defaultdict(deque)  # and not received, by (from, to)
         self.todo = deque(range(table.ranks))
 
     def fault(self) -> Fault | None:
@@ -90,11 +90,11 @@ class _Run:
                     break
                 elif a.kind.startswith("RECV"):
                     peer, twin = self._other_end(a)
-                    if (arrives := self._arriving(peer, rank)) is None:
+                    if not self.sent[peer, rank]:
                         break
-                    if arrives != twin:
+                    if (arrives := self.sent[peer, rank][0]) != twin:
                         return self._fault(rank, a, messages.order_of_messages(arrives, peer, twin))
-                    self._receive(rank, peer, twin)
+                    self._receive(rank, peer)
                 self.at[rank] += 1
         return self._deadlock()
 
@@ -119,36 +119,21 @@ class _Run:
         kind, step = _OTHER_END[a.kind]
         return self.table.placement[a.stage + step], Action(kind, a.stage + step, a.microbatch)
 
-    def _stands_at(self, rank: int, verb: str, peer: int) -> Action | None:
-        """The transfer at which a rank stands, if it is one of this kind with `peer`."""
-        if self.at[rank] == len(self.table.rows[rank]):
-            return None
-        a = self.table.rows[rank][self.at[rank]]
-        return a if a.kind.startswith(verb) and self._other_end(a)[0] == peer else None
-
-    def _arriving(self, source: int, rank: int) -> Action | None:
-        """The message that a receive would get now."""
-        if self.blocking:
-            return self._stands_at(source, "SEND", rank)
-        queue = self.sent[source, rank]
-        return queue[0] if queue else None
-
     def _send(self, rank: int, a: Action) -> bool:
         """Whether a send returns at once. A blocking one waits until the receiver has taken it."""
         peer, _ = self._other_end(a)
-        if not self.blocking:
-            self.sent[rank, peer].append(a)
-        if self._stands_at(peer, "RECV", rank):
-            self.todo.append(peer)
+        if self.blocking and self.sent[rank, peer]:
+            return False
+        self.sent[rank, peer].append(a)
+        self.todo.append(peer)
         return not self.blocking
 
-    def _receive(self, rank: int, peer: int, message: Action) -> None:
+    def _receive(self, rank: int, peer: int) -> None:
+        message = self.sent[peer, rank].popleft()
         self.have[rank].add((message.kind[-1], message.stage, message.microbatch))
         if self.blocking:
             self.at[peer] += 1
             self.todo.append(peer)
-        else:
-            self.sent[peer, rank].popleft()
 
     def _deadlock(self) -> Fault | None:
         waits = {}
