@@ -34,6 +34,11 @@ CALLED_LATER = {
 LONGEST = 450  # lines
 
 
+# Within vescale_fn.schedules.pipeline, which uses no other part of the library.
+PIPELINE = "messages table costs order faults structure transfers check drawing gantt simulate greedy generators names"
+PIPELINE += " search auto schedule"
+
+
 def layer_of(module: str) -> int:
     """The layer of a module, by the longest of its names that is in the table."""
     name = module.removeprefix("vescale_fn.")
@@ -70,6 +75,15 @@ def test_imports_run_one_way_along_the_flow_of_a_step(path: Path) -> None:
         if later and (here.removeprefix("vescale_fn."), there.removeprefix("vescale_fn.")) in CALLED_LATER:
             continue
         assert layer_of(there) <= layer_of(here), f"{here} imports {there}, which comes after it"
+
+
+def test_pipeline_tables_use_nothing_but_each_other_one_way() -> None:
+    folder, order = ROOT / "schedules" / "pipeline", PIPELINE.split()
+    assert {p.stem for p in folder.glob("*.py")} == {*order, "__init__"}
+    for at, name in enumerate(order):
+        for target, _ in imports(ast.parse((folder / f"{name}.py").read_text())):
+            inside = target.removeprefix("vescale_fn.schedules.pipeline.").split(".")[0]
+            assert inside in order[:at], f"{name} imports {target}, which comes after it"
 
 
 def test_the_tables_name_modules_that_exist() -> None:

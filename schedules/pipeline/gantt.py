@@ -5,13 +5,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import Protocol, TextIO
 
 from vescale_fn.schedules.pipeline.drawing import GLYPH, Box, Drawing, Text
-from vescale_fn.schedules.pipeline.table import Action
+from vescale_fn.schedules.pipeline.table import Action, Table
 
-if TYPE_CHECKING:
-    from vescale_fn.schedules.pipeline.simulate import Timeline
+Times = tuple[tuple[float, ...], ...]  # by rank, of each of its actions
+
+
+class Chart(Protocol):
+    """What a chart shows: a table, and when its actions start and end; a Timeline is one. Its text is the title."""
+
+    @property
+    def table(self) -> Table: ...
+    @property
+    def starts(self) -> Times: ...
+    @property
+    def ends(self) -> Times: ...
+    @property
+    def makespan(self) -> float: ...
+
 
 _COLOURS = {"F": (0x6A, 0x9F, 0xD8), "B": (0x6F, 0xB9, 0x6B), "I": (0x5F, 0xC0, 0xA8), "W": (0xF2, 0xB4, 0x5C)}
 _NAMES = {"F": "forward", "B": "backward", "I": "backward of the input", "W": "backward of the weights"}
@@ -20,14 +33,14 @@ _ROW, _MARGIN, _NAME = 18, 10, 70  # pixels: height of a rank, white around, wid
 _ANSI = {"F": 74, "B": 71, "I": 79, "W": 215}  # colours of a terminal
 
 
-def picture(timelines: Sequence[Timeline], width: int = 1200) -> Drawing:
+def picture(charts: Sequence[Chart], width: int = 1200) -> Drawing:
     """One chart under another, all with the same scale of time; later stages of a rank are lighter."""
-    longest = max(line.makespan for line in timelines) or 1
+    longest = max(line.makespan for line in charts) or 1
     scale = (width - 2 * _MARGIN - _NAME) / longest
     boxes: list[Box] = []
     texts: list[Text] = []
     y = float(_MARGIN)
-    for line in timelines:
+    for line in charts:
         texts.append(Text(_MARGIN, y + _ROW / 2, str(line)))
         y += _ROW
         for rank in range(line.table.ranks):
@@ -36,7 +49,7 @@ def picture(timelines: Sequence[Timeline], width: int = 1200) -> Drawing:
             boxes += _boxes(line, rank, y, scale)
             y += _ROW
         y += _ROW / 2
-    kinds = [k for k in _NAMES if any(a.kind == k for line in timelines for _, a in line.table.actions())]
+    kinds = [k for k in _NAMES if any(a.kind == k for line in charts for _, a in line.table.actions())]
     for i, kind in enumerate(kinds):
         x = _MARGIN + i * (width - 2 * _MARGIN) / len(kinds)
         boxes.append(Box(x, y, _ROW, _ROW, _colour(kind, 0)))
@@ -44,7 +57,7 @@ def picture(timelines: Sequence[Timeline], width: int = 1200) -> Drawing:
     return Drawing(width, round(y + _ROW + _MARGIN), tuple(boxes), tuple(texts))
 
 
-def _boxes(line: Timeline, rank: int, y: float, scale: float) -> Iterator[Box]:
+def _boxes(line: Chart, rank: int, y: float, scale: float) -> Iterator[Box]:
     chunks = {s: i for i, s in enumerate(s for s, r in enumerate(line.table.placement) if r == rank)}
     for a, start, end in zip(line.table.rows[rank], line.starts[rank], line.ends[rank]):
         wide = (end - start) * scale
@@ -57,16 +70,16 @@ def _colour(kind: str, lighter: float) -> str:
     return "#" + "".join(f"{round(c + (255 - c) * 0.7 * lighter):02x}" for c in _COLOURS[kind])
 
 
-def plot(timelines: Timeline | Sequence[Timeline], path: str | Path, width: int = 1200) -> None:
+def plot(charts: Chart | Sequence[Chart], path: str | Path, width: int = 1200) -> None:
     """Draw the charts of one or more timelines, one under another, `width` pixels wide, to a .svg or .png file.
 
     Raises ValueError when the path ends otherwise.
     """
-    several = timelines if isinstance(timelines, Sequence) else [timelines]
+    several = charts if isinstance(charts, Sequence) else [charts]
     picture(several, width).save(path)
 
 
-def as_text(line: Timeline, width: int = 100, colour: bool = False) -> str:
+def as_text(line: Chart, width: int = 100, colour: bool = False) -> str:
     """The chart in letters, at most `width` columns wide: each action as its kind and microbatch where that fits,
     else as its kind; a dot is idle time."""
     labels = [f"rank {r}" for r in range(line.table.ranks)]
@@ -76,7 +89,7 @@ def as_text(line: Timeline, width: int = 100, colour: bool = False) -> str:
     return "\n".join([str(line), *rows])
 
 
-def _columns_of_a_unit(line: Timeline) -> float:
+def _columns_of_a_unit(line: Chart) -> float:
     """How many columns a unit of time needs for each action to be written in full."""
     return max(
         (
@@ -93,7 +106,7 @@ def _label(a: Action) -> str:
     return f"{a.kind}{a.microbatch}"
 
 
-def _cells(line: Timeline, rank: int, scale: float, colour: bool) -> str:
+def _cells(line: Chart, rank: int, scale: float, colour: bool) -> str:
     out, column = "", 0
     for a, start, end in zip(line.table.rows[rank], line.starts[rank], line.ends[rank]):
         begin, stop = round(start * scale), round(end * scale)
@@ -104,7 +117,7 @@ def _cells(line: Timeline, rank: int, scale: float, colour: bool) -> str:
     return out + "·" * (round(line.makespan * scale) - column)
 
 
-def show(line: Timeline, width: int, file: TextIO | None = None) -> None:
+def show(line: Chart, width: int, file: TextIO | None = None) -> None:
     """Print `as_text`, in colour if it goes to a terminal."""
     out = file or sys.stdout
     print(as_text(line, width, colour=out.isatty()), file=out)

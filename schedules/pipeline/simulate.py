@@ -23,10 +23,10 @@ class Timeline:
 
     table: Table
     costs: Costs
-    starts: tuple[tuple[float, ...], ...]
+    starts: gantt.Times
 
     @cached_property
-    def ends(self) -> tuple[tuple[float, ...], ...]:
+    def ends(self) -> gantt.Times:
         durations = self.costs.durations()
         return tuple(
             tuple(start + durations[a.kind][a.stage] for a, start in zip(row, starts))
