@@ -194,6 +194,20 @@ def run_in_order(process: int, processes: int, *args: Any) -> Any:
     return run(process, processes, *args, deterministic=True)
 
 
+def shared_memory(process: int, processes: int) -> int:
+    """How many results of collectives on this process lie in memory of an operand or another result; process -1 holds
+    virtual ranks."""
+    program = every_local(MeshShape(("x", "y"), (2, 2)))
+    given, ours = inputs(program), engine(program.mesh, process, processes)
+    mine = list(given) if process < 0 else [given[r] for r in ours.mesh.local_ranks]
+    loader = engine_for(Mesh(program.mesh)) if process < 0 else ours
+    got = loader.load(program)([list(row) for row in mine])
+    made = {v for e in program.graph.eqns if isinstance(e.op, c.COLLECTIVES) for v in e.outs}
+    results = [x for row in got for v, x in zip(program.graph.outputs, row, strict=True) if v in made and x.numel()]
+    taken = {x.untyped_storage().data_ptr() for row in mine for x in row}
+    return len(taken) + len(results) - len(taken | {x.untyped_storage().data_ptr() for x in results})
+
+
 def with_nan(dtype: torch.dtype, ranks: int, size: int) -> list[Tensor]:
     """What each rank holds: numbers, and NaN on one rank, on every rank, on the first and on the last."""
     x = torch.randn((ranks, size), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
