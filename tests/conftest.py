@@ -23,6 +23,12 @@ def pool() -> Iterator[Pool]:
     workers.stop()
 
 
+@pytest.fixture
+def deep(request: pytest.FixtureRequest) -> bool:
+    """Whether this is a deep run."""
+    return bool(request.config.getoption("--deep"))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--deep", action="store_true", help="whole test matrices, and 20,000 random programs")
 

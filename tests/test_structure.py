@@ -21,6 +21,8 @@ LAYERS = {
     "step": "arguments continuation request lowered lowering plan_cache placement loaded verify audit pjit lift move "
     "dtensor visualize shard_map regions.rank_tensor",
     "library": "optim module schedules",
+    "dtensor visualize shard_map",
+    "library": "optim module checkpoint schedules",
 }
 
 # An Array can be moved, converted, and given to any torch function: functions of it run a step, when they are called.

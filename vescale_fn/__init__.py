@@ -6,6 +6,13 @@ from vescale_fn.array import Array as Array
 from vescale_fn.audit import AuditError as AuditError
 from vescale_fn.audit import audit as audit
 from vescale_fn.cast import cast as cast
+from vescale_fn.checkpoint import CheckpointError as CheckpointError
+from vescale_fn.checkpoint import Saving as Saving
+from vescale_fn.checkpoint import load as load
+from vescale_fn.checkpoint import load_safetensors as load_safetensors
+from vescale_fn.checkpoint import save as save
+from vescale_fn.checkpoint import save_safetensors as save_safetensors
+from vescale_fn.checkpoint import state_dict as state_dict
 from vescale_fn.lowered import Lowered as Lowered
 from vescale_fn.mesh import abstract_mesh as abstract_mesh
 from vescale_fn.mesh import make_mesh as make_mesh

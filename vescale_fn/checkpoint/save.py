@@ -1,0 +1,176 @@
+"""Saving a pytree: every process writes its own parts, then process 0 makes the checkpoint appear."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+from torch.distributed.tensor import DTensor
+
+from vescale_fn import errors
+from vescale_fn.array import Array
+from vescale_fn.checkpoint import messages
+from vescale_fn.checkpoint.files import Writer
+from vescale_fn.checkpoint.lane import Lane, cause, lane
+from vescale_fn.checkpoint.manifest import Stored, Value
+from vescale_fn.checkpoint.messages import CheckpointError
+from vescale_fn.checkpoint.parts import Parts, SavePlanner, parts_of_shards, parts_of_tensor, without_pending
+from vescale_fn.move import move_to
+from vescale_fn.tree import flatten_with_paths
+
+
+class Saving:
+    """A save under way. Programs that end wait for it.
+
+    >>> import tempfile, torch, vescale_fn as vf
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saving = vf.save(folder, {"w": torch.ones(3)}, wait=False)
+    ...     saving.result()
+    ...     saving.done()
+    True
+    """
+
+    def __init__(self, folder: Path, work: Callable[[], None]) -> None:
+        self.folder = folder
+        self._work = work
+        self._error: BaseException | None = None
+        self._asked = False
+        self._thread = threading.Thread(target=self._run, name=f"vf.save {folder}")
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as e:
+            self._error = e
+            if isinstance(e, CheckpointError):  # whose text says all; frames would keep the values and this object
+                e.__traceback__ = e.__context__ = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._thread.ident is not None and not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when it has ended, well or not."""
+        self._thread.join()
+
+    def result(self, timeout: float | None = None) -> None:
+        """Return when the checkpoint is on the disk. Raises CheckpointError if the save failed, TimeoutError if it
+        takes longer than `timeout` seconds."""
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"The save to {self.folder} has not ended after {timeout} s.")
+        self._asked = True
+        if self._error is not None:
+            raise self._error
+
+    def __del__(self) -> None:
+        if self._error is not None and not self._asked and sys.stderr is not None:
+            print(messages.lost_result(self.folder, self._error), file=sys.stderr)
+
+    def __repr__(self) -> str:
+        state = "failed" if self._error is not None else "done" if self.done() else "under way"
+        return f"Saving({str(self.folder)!r}, {state})"
+
+
+def save(path: str | os.PathLike[str], tree: Any, *, wait: bool = True) -> Saving | None:
+    """Save a pytree in folder `path`, in the place of the checkpoint that is there, if any.
+
+    tree: leaves are Arrays, tensors, NumPy arrays, numbers, strings, bytes and None. Of an Array every process writes
+        what it holds, replicas once; of other leaves process 0's values count. All processes must call it. `load` has
+        them back bit for bit, on any mesh and any number of processes.
+    wait: with False, return as soon as the tree may be donated or written to, and write in a thread; `.result()` of
+        what is returned waits and raises. A save waits for the one before it. Array parts on the CPU are not copied
+        unless a donating step wants their memory meanwhile, which makes that step copy them.
+    A checkpoint appears at once or not at all: data files and then `checkpoint.json`, which replaces the old one by a
+    rename, are forced to the disk. What a killed save leaves is removed by the next one. One job saves to a folder.
+    Raises CheckpointError where writing fails (the old checkpoint is intact) or a leaf is of another type.
+
+    >>> import tempfile, torch, vescale_fn as vf
+    >>> w = vf.device_put(torch.arange(6.).reshape(2, 3), "d/dp f", vf.make_mesh(dp=2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     vf.save(folder, {"w": w, "step": 7})
+    ...     vf.load(folder, like={"w": torch.empty(2, 3), "step": 0})
+    {'w': tensor([[0., 1., 2.],
+            [3., 4., 5.]]), 'step': 7}
+    """
+    folder = Path(path).absolute()
+    leaves, parts = _described(tree)
+    together = lane()
+    together.clear()
+    if wait:
+        _write(folder, leaves, parts, together)
+        return None
+    arrays = {p for p, x in zip(*flatten_with_paths(tree)[:2]) if isinstance(x, Array)}
+    parts = {p: x.snapshot(device_only=p in arrays) for p, x in parts.items()}
+    saving = Saving(folder, lambda: _write(folder, leaves, parts, together))
+    together.last = saving.wait
+    saving.start()
+    return saving
+
+
+def _described(tree: Any) -> tuple[dict[str, Stored | Value], dict[str, Parts]]:
+    """Each leaf as the manifest has it, and the parts of those that have values in files."""
+    leaves: dict[str, Stored | Value] = {}
+    parts: dict[str, Parts] = {}
+    for path, x in zip(*flatten_with_paths(tree)[:2]):
+        if path in leaves:
+            raise CheckpointError(messages.same_path(path))
+        if isinstance(x, (bool, int, float, str, bytes, type(None))):
+            leaves[path] = x
+            continue
+        held = _parts(path, x)
+        leaves[path] = Stored(str(held.dtype).removeprefix("torch."), held.shape, ())
+        if 0 not in held.shape:
+            parts[path] = held
+    return leaves, parts
+
+
+def _parts(path: str, x: Any) -> Parts:
+    if isinstance(x, Array):
+        if x.mesh.kind == "abstract":
+            raise CheckpointError(f"vf.save: {path or 'the tree'}: {errors.abstract_array(str(x.type))}")
+        x = move_to(x, without_pending(x.layout))
+        return parts_of_shards(x.layout, x.shards, x.mesh)
+    if isinstance(x, DTensor):
+        raise CheckpointError(messages.distributed_leaf(path))
+    if isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind in "biufc":
+        x = torch.as_tensor(x)
+    if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_meta or x.is_quantized:
+        kind = type(x).__name__ if not isinstance(x, torch.Tensor) else f"{x.layout}, {x.dtype} tensor on {x.device}"
+        raise CheckpointError(messages.unknown_leaf(path, kind))
+    return parts_of_tensor(x.detach().resolve_conj().resolve_neg())
+
+
+def _write(folder: Path, leaves: dict[str, Stored | Value], parts: dict[str, Parts], together: Lane) -> None:
+    writer = Writer(folder, leaves)
+    try:
+        _save_state_dict(
+            parts, writer, process_group=together.group, no_dist=together.group is None, planner=SavePlanner()
+        )
+    except CheckpointException as e:
+        writer.give_up()
+        raise _failure(folder, together, *cause(e)) from None
+
+
+def _failure(folder: Path, together: Lane, process: int, error: BaseException) -> BaseException:
+    """What a failed save raises."""
+    if not isinstance(error, Exception):
+        return error  # KeyboardInterrupt
+    on = "" if together.group is None else f" (process {process})"
+    if isinstance(error, PermissionError):
+        return CheckpointError(messages.no_permission(folder, on))
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return CheckpointError(messages.disk_full(folder, on))
+    return CheckpointError(messages.cannot_write(folder, on, error))
