@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -41,47 +42,46 @@ class Saving:
 
     def __init__(self, folder: Path, work: Callable[[], None]) -> None:
         self.folder = folder
-        self._work = work
-        self._error: BaseException | None = None
+        self._future: Future[None] = Future()
         self._asked = False
-        self._thread = threading.Thread(target=self._run, name=f"vf.save {folder}")
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        except BaseException as e:
-            self._error = e
-            if isinstance(e, CheckpointError):  # whose text says all; frames would keep the values and this object
-                e.__traceback__ = e.__context__ = None
-
-    def start(self) -> None:
-        self._thread.start()
+        threading.Thread(target=_run, args=(work, self._future), name=f"vf.save {folder}").start()
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return self._thread.ident is not None and not self._thread.is_alive()
+        return self._future.done()
 
     def wait(self) -> None:
         """Return when it has ended, well or not."""
-        self._thread.join()
+        self._future.exception()
 
     def result(self, timeout: float | None = None) -> None:
         """Return when the checkpoint is on the disk. Raises CheckpointError if the save failed, TimeoutError if it
         takes longer than `timeout` seconds."""
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            raise TimeoutError(f"The save to {self.folder} has not ended after {timeout} s.")
-        self._asked = True
-        if self._error is not None:
-            raise self._error
+        try:
+            self._future.result(timeout)
+        finally:
+            self._asked = self.done()
 
     def __del__(self) -> None:
         if self._error is not None and not self._asked and sys.stderr is not None:
             print(messages.lost_result(self.folder, self._error), file=sys.stderr)
 
+    @property
+    def _error(self) -> BaseException | None:
+        return self._future.exception() if self.done() else None
+
     def __repr__(self) -> str:
         state = "failed" if self._error is not None else "done" if self.done() else "under way"
         return f"Saving({str(self.folder)!r}, {state})"
+
+
+def _run(work: Callable[[], None], future: Future[None]) -> None:
+    try:
+        work()
+    except BaseException as e:
+        future.set_exception(e)
+    else:
+        future.set_result(None)
 
 
 def save(path: str | os.PathLike[str], tree: Any, *, wait: bool = True) -> Saving | None:
@@ -116,7 +116,6 @@ def save(path: str | os.PathLike[str], tree: Any, *, wait: bool = True) -> Savin
     parts = {p: x.snapshot(device_only=p in arrays) for p, x in parts.items()}
     saving = Saving(folder, lambda: _write(folder, leaves, parts, together))
     together.last = saving.wait
-    saving.start()
     return saving
 
 
