@@ -20,8 +20,6 @@ LAYERS = {
     "run": "site codegen engines text cost_report memory export inline inductor",
     "step": "arguments continuation request lowered lowering plan_cache placement loaded verify audit pjit lift move "
     "dtensor visualize shard_map regions.rank_tensor",
-    "library": "optim module schedules",
-    "dtensor visualize shard_map",
     "library": "optim module checkpoint schedules",
 }
 
