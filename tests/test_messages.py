@@ -217,8 +217,8 @@ def test_random_numbers_without_a_key() -> None:
 
     assert said(lambda: vf.pjit(step)(put()), RuntimeError) == (
         f"step calls the random operation aten.bernoulli_.float without a key, at {at('return F.dropout(x, 0.5)')}\n"
-        "Its values would depend on the mesh and on how often the step ran. "
-        "Draw the numbers outside and pass them in, or switch the layer to eval mode."
+        "Its values would depend on the mesh and on how often the step ran. Pass a key to the step, and write "
+        "`with vf.random.scope(key):` around the draw, inside the step; or switch the layer to eval mode."
     )
 
 

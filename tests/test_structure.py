@@ -12,9 +12,9 @@ from test_package import ROOT, sources
 # In order: a module imports from its own layer and from those before it. A name stands for what it contains, too.
 LAYERS = {
     "sharding": "sharding",
-    "values": "names program errors tree mesh shardings array array_text",
+    "values": "names program errors tree mesh shardings array array_text random.errors random.philox",
     "trace": "trace trace_errors trace_modes ambient source functional strided fx_graph dead_code interpret "
-    "decompositions decompositions_norm remat cast primitives subprogram form loop split regions",
+    "decompositions decompositions_norm remat cast primitives subprogram form loop split random regions",
     "partition": "regions.lower decompose fused register local_ops localize partition",
     "optimize": "liveness passes",
     "run": "site codegen engines text cost_report memory export inline inductor",

@@ -328,8 +328,8 @@ def test_random_numbers_without_a_key() -> None:
 
     assert refusal(dropout, torch.rand(3)) == (
         f"step calls the random operation aten.bernoulli_.float without a key, at {here(dropout)}\n"
-        "Its values would depend on the mesh and on how often the step ran. Draw the numbers outside and pass them "
-        "in, or switch the layer to eval mode."
+        "Its values would depend on the mesh and on how often the step ran. Pass a key to the step, and write "
+        "`with vf.random.scope(key):` around the draw, inside the step; or switch the layer to eval mode."
     )
     assert "without a key" in refusal(attention, torch.rand(1, 1, 4, 8))
     assert "aten.rand " in refusal(lambda: torch.rand(3))

@@ -1,6 +1,7 @@
 """vescale_fn: write one pure training step, run it on any mesh, see every byte it sends before it runs."""
 
 from vescale_fn import optim as optim
+from vescale_fn import random as random
 from vescale_fn import schedules as schedules
 from vescale_fn.array import Array as Array
 from vescale_fn.audit import AuditError as AuditError

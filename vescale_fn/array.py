@@ -312,6 +312,8 @@ class Array(metaclass=_Named):
     __matmul__, __rmatmul__ = map(_operator, ("__matmul__", "__rmatmul__"))
     __and__, __rand__ = map(_operator, ("__and__", "__rand__"))
     __or__, __ror__ = map(_operator, ("__or__", "__ror__"))
+    __lshift__, __rlshift__ = map(_operator, ("__lshift__", "__rlshift__"))
+    __rshift__, __rrshift__ = map(_operator, ("__rshift__", "__rrshift__"))
     __xor__, __rxor__ = map(_operator, ("__xor__", "__rxor__"))
 
     def __eq__(self, other: object) -> Any:

@@ -16,6 +16,7 @@ from vescale_fn.engines.standalone import main
 from vescale_fn.fused import IN_PLACE, functional
 from vescale_fn.inline import Inliner
 from vescale_fn.program import Program
+from vescale_fn.random.bits import KERNELS
 from vescale_fn.sharding.layout import Layout
 from vescale_fn.sharding.mesh import MeshShape
 from vescale_fn.site import Start, Wait
@@ -95,12 +96,16 @@ class _Writer:
         elif thing in IN_PLACE:
             self.text(functional)
             self.text(IN_PLACE[thing])
+        elif thing in KERNELS:
+            self.text(KERNELS[thing])
 
     def binding(self, name: str, thing: Any) -> str | None:
         """The line that gives a name of the generated code its meaning; None where a definition does."""
         text = f"torch.ops.{thing}" if isinstance(thing, torch._ops.OpOverload) else None
         if thing in IN_PLACE:
             text = f"{self.text(functional)}({self.text(IN_PLACE[thing])})"
+        if thing in KERNELS:
+            text = self.text(KERNELS[thing])
         text = text or ("" if inspect.ismodule(thing) else self.text(thing))
         return f"{name} = {text}" if text not in ("", name) else None
 

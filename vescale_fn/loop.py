@@ -7,7 +7,7 @@ torch.func can transform, and `graph`, what is recorded. They agree on the resul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,8 @@ from vescale_fn.form import Form, operand_avals
 from vescale_fn.functional import outside_transforms
 from vescale_fn.interpret import evaluate_equation, run_graph
 from vescale_fn.primitives import RESHARD, constrained, named
+from vescale_fn.random.bits import FOLD_IN, RANDOM_BITS, fold_key
+from vescale_fn.random.scope import again
 from vescale_fn.regions.moves import move_of
 from vescale_fn.regions.ops import RAGGED_ALL_TO_ALL
 from vescale_fn.regions.ragged import exchange_rows
@@ -31,6 +33,15 @@ from vescale_fn.split import as_backward, fresh, split
 from vescale_fn.trace import Aval, Trace, current_trace
 
 Body = Callable[..., Sequence[Any]]
+
+# How a transform sees operations of our own.
+PRIMITIVES: Mapping[Any, Callable[..., Any]] = {
+    RESHARD: constrained,
+    NAMED: named,
+    WIDEN: cast,
+    RANDOM_BITS: again,
+    FOLD_IN: fold_key,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,17 +119,13 @@ def replay(graph: Graph, operands: Sequence[Any]) -> list[Any]:
 
     def transformable(e: Eqn, args: Sequence[Any], kwargs: Any) -> list[Any]:
         with trace.lines.held_at(e.source, e.phase == "backward"):
-            if e.op is RESHARD:
-                return [constrained(*args)]
+            if e.op in PRIMITIVES:
+                return [PRIMITIVES[e.op](*args)]
             if e.op is RAGGED_ALL_TO_ALL:
                 return [exchange_rows(args[6], args[0], args[1], (args[2], args[3], args[4], args[5]))]
             move = move_of(e.op, args[1:])
             if move is not None:
                 return [move(args[0])]
-            if e.op is NAMED:
-                return [named(*args)]
-            if e.op is WIDEN:
-                return [cast(*args)]
             if isinstance(e.op, (Scan, Call)):
                 return list(loop_of(e.op, args)(args))
             return evaluate_equation(e, args, kwargs)
@@ -170,7 +177,7 @@ class Primitive(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], loop: Loop, *operands: Any) -> Any:
-        return batch(loop, operands, in_dims[1:], info.batch_size)
+        return batch(loop, operands, in_dims[1:], info.batch_size, info.randomness)
 
 
 def apply(loop: Loop, operands: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -357,7 +364,9 @@ def push_forward(loop: Loop, operands: Sequence[Any], tangents: Sequence[Any]) -
 # ---- vmap
 
 
-def batch(loop: Loop, operands: Sequence[Any], in_dims: Sequence[int | None], size: int) -> Any:
+def batch(
+    loop: Loop, operands: Sequence[Any], in_dims: Sequence[int | None], size: int, randomness: str = "error"
+) -> Any:
     """The loop over a batch: every carry has the batch as dim 0, what is stacked has it after the dim of the loop."""
     form = loop.form
     consts, carries, slices = form.parts(list(zip(operands, in_dims)))
@@ -371,10 +380,10 @@ def batch(loop: Loop, operands: Sequence[Any], in_dims: Sequence[int | None], si
     primal_flags = tuple(flags[: len(loop.avals)])
 
     def fn(*values: Any) -> Sequence[Any]:
-        return torch.vmap(lambda *one: tuple(loop.fn(*one)), primal_flags)(*values)
+        return torch.vmap(lambda *one: tuple(loop.fn(*one)), primal_flags, randomness=randomness)(*values)
 
     def recorded(*values: Any) -> Sequence[Any]:
-        return torch.vmap(lambda *one: tuple(replay(loop.graph, one)), tuple(flags))(*values)
+        return torch.vmap(lambda *one: tuple(replay(loop.graph, one)), tuple(flags), randomness=randomness)(*values)
 
     avals = operand_avals(form, moved)
     graph = trace_body(recorded, avals, form.name)

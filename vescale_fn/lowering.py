@@ -16,6 +16,8 @@ from vescale_fn.partition import partition
 from vescale_fn.passes import optimize
 from vescale_fn.plan_cache import PlanCache
 from vescale_fn.primitives import RESHARD, constraints
+from vescale_fn.random.bits import RULES as RANDOM_RULES
+from vescale_fn.random.reuse import check_keys
 from vescale_fn.regions.check import check
 from vescale_fn.regions.lower import RULES as REGION_RULES
 from vescale_fn.regions.lower import regions_of
@@ -37,8 +39,9 @@ COPY = form("... -> ...", linear=[{0}])  # what only marks its operand
 
 def lower(name: str, traced: Traced, request: Request, cache_dir: Path | None = None) -> Lowered:
     """Solve, partition and optimize a traced step. `cache_dir`: a folder in which plans are kept."""
+    check_keys(name, traced.graph)
     user_rules = {**registered_rules(), **request.rules}
-    extra = {**UPDATE_RULES, **REGION_RULES, **dict.fromkeys((NAMED, WIDEN), COPY), **user_rules}
+    extra = {**UPDATE_RULES, **REGION_RULES, **RANDOM_RULES, **dict.fromkeys((NAMED, WIDEN), COPY), **user_rules}
 
     @cache
     def rule(e: Eqn) -> Rule | None:

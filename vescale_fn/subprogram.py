@@ -20,6 +20,7 @@ from vescale_fn.array import Array
 from vescale_fn.form import Form, operand_avals
 from vescale_fn.functional import outside_transforms
 from vescale_fn.loop import Loop
+from vescale_fn.random.scope import per_iteration, resumed
 from vescale_fn.regions.region import Ambient
 from vescale_fn.remat import Policy
 from vescale_fn.sharding.graph import dtype_text
@@ -50,6 +51,7 @@ def scan(
     (tensor(6.), tensor([1., 3., 6.]))
     """
     n = _length(xs, length)
+    body, xs = per_iteration(body, xs, n)
     trace = current_trace()
     if trace is None:
         return _run(body, init, xs, n, reverse)
@@ -82,7 +84,7 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
     if trace is None:
         return fn(*args, **kwargs)
     leaves, treedef = flatten((args, kwargs))
-    body = _CallBody(fn, Slots.of(leaves), treedef)
+    body = _CallBody(resumed(fn), Slots.of(leaves), treedef)
     operands = [trace.bring(x) for x in body.arguments.dynamic(leaves)]
     name = getattr(fn, "__name__", "call")
     results = _record(body, Form(name if name.isidentifier() else "call", remat=remat), operands)

@@ -33,8 +33,8 @@ def data_dependent_shape(fn: str, op: str, source: Source) -> str:
 def random_without_key(fn: str, op: str, source: Source) -> str:
     return (
         f"{fn} calls the random operation {op} without a key, at {_at(source)}\n"
-        "Its values would depend on the mesh and on how often the step ran. Draw the numbers outside and pass them in, "
-        "or switch the layer to eval mode."
+        "Its values would depend on the mesh and on how often the step ran. Pass a key to the step, and write "
+        "`with vf.random.scope(key):` around the draw, inside the step; or switch the layer to eval mode."
     )
 
 
