@@ -93,7 +93,7 @@ def random_bits(
         lines = math.prod(map(len, where))
         straight = base % 4 == 0 and all(_starts_blocks(*digit) for digit in digits)
         _fill(out.view(len(keys) * lines, length), keys, (draw, STREAMS[stream]), base, where, straight)
-    return out.view(*key.shape[:-1], *local)
+    return out.view((*key.shape[:-1], *local))
 
 
 def _lines(shape: Sequence[int], runs: Sequence[Runs]) -> tuple[int, list[tuple[Runs, int]], int]:
