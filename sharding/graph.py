@@ -156,6 +156,15 @@ def equations(graph: Graph) -> Iterator[Eqn]:
             yield from equations(e.op.body)
 
 
+def has_effect(e: Eqn) -> bool:
+    """Whether an equation does more than make its results. One without results is there for what it does (it prints),
+    and so is a sub-program that holds one: nobody may drop it, and it runs once however often its operands are made.
+    """
+    if isinstance(e.op, (Scan, Call)):
+        return any(map(has_effect, e.op.body.eqns))
+    return not e.outs
+
+
 def variables(graph: Graph) -> Iterator[Var]:
     """Every Var in order of its making: inputs, then results; those of a sub-program before those of its equation."""
     yield from graph.inputs

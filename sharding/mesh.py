@@ -138,3 +138,8 @@ class Mesh:
 
     def __str__(self) -> str:
         return str(self.shape)
+
+
+def rank_text(rank: int, coords: Mapping[str, int]) -> str:
+    """`rank 3 (dp=1, tp=1)`."""
+    return f"rank {rank} ({', '.join(f'{a}={i}' for a, i in coords.items())})"

@@ -154,7 +154,7 @@ def _add_equations(
             _add_sub_program(problem, e, constraints, rule_for, times)
         elif e in constraints:
             problem.add(Node(e.operands, outs, None, constraints[e], e, (0,), times))
-        elif e.operands or outs:
+        elif e.outs and (e.operands or outs):  # what is there for its effect takes values where they are
             for node in _parts(e, outs, _rule_of_tensors(e, rule_for), times):
                 problem.add(node)
 

@@ -126,13 +126,18 @@ class _Solver:
             self.mesh,
             self.graph,
             values,
-            {e: tuple(operands.get(e, {})[i] for i in range(len(e.operands))) for e in equations(self.graph)},
+            {e: self.delivered(e, operands.get(e, {}), values) for e in equations(self.graph)},
             tuple(None if node is None else self.layouts(node)[0] for node in self.problem.outputs),
             letters,
             messages(self.problem, self.solved),
             dict(self.roles),
             tuple(self.solved.values()),
         )
+
+    @staticmethod
+    def delivered(e: Eqn, slots: Mapping[int, Layout], values: Mapping[Var, Layout]) -> tuple[Layout, ...]:
+        """The layout of each operand of an equation; one that is there for its effect takes them as they are."""
+        return tuple(slots[i] if slots or e.outs else values[v] for i, v in enumerate(e.operands))
 
     def layouts(self, node: Node) -> list[Layout]:
         """By slot."""

@@ -110,7 +110,7 @@ def test_an_update_of_one_parameter_is_a_list_too() -> None:
     hand = Hand(MeshShape(("x",), (1,)))
     p, g, n = hand.input("p", (2,)), hand.input("g", (2,)), hand.input("n", (), dtype=torch.float32)
     settings = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
-    new = hand.op(fused.sgd_, ([p], [g], [], n, 0.5), hand.like(p, "new"), **settings)
+    new = hand.op(fused.sgd_, ([p], [g], [], n, 0.5, None), hand.like(p, "new"), **settings)
     values = [[torch.ones(2, dtype=torch.float64)], [torch.ones(2, dtype=torch.float64)], [torch.tensor(1.0)]]
     assert run(hand.program(new), values)[0][0].tolist() == [0.5, 0.5]
 

@@ -14,6 +14,7 @@ from vescale_fn.checkpoint import load_safetensors as load_safetensors
 from vescale_fn.checkpoint import save as save
 from vescale_fn.checkpoint import save_safetensors as save_safetensors
 from vescale_fn.checkpoint import state_dict as state_dict
+from vescale_fn.debug_print import debug_print as debug_print
 from vescale_fn.lowered import Lowered as Lowered
 from vescale_fn.mesh import abstract_mesh as abstract_mesh
 from vescale_fn.mesh import make_mesh as make_mesh

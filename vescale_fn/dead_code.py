@@ -1,4 +1,5 @@
-"""Dead code of global graphs, sub-programs included: results, carries and operands that nobody needs go away."""
+"""Dead code of global graphs, sub-programs included: results, carries and operands that nobody needs go away, but for
+what has an effect, and what that needs."""
 
 from __future__ import annotations
 
@@ -6,15 +7,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, vars_in
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, has_effect, vars_in
 
 
 def drop_dead(graph: Graph) -> Graph:
-    """Equations that no output needs are dropped, and so are the parts of sub-programs that no output needs."""
+    """Equations that no output and no effect needs are dropped, and so are the parts of sub-programs."""
     alive = set(vars_in(graph.outputs))
     kept = []
     for e in reversed(graph.eqns):
-        if alive.isdisjoint(e.outs):
+        if alive.isdisjoint(e.outs) and not has_effect(e):
             continue
         if isinstance(e.op, (Scan, Call)):
             e = _pruned(e, alive)
@@ -39,6 +40,17 @@ def _pruned(e: Eqn, alive: set[Var]) -> Eqn:
             num_carry=len(_carries(e.op, results)),
         )
     return replace(e, op=op, args=tuple(e.args[i] for i in operands), outs=tuple(e.outs[i] for i in results))
+
+
+def without_effects(graph: Graph) -> Graph:
+    """The graph without what it does beside making its outputs: for running it a second time."""
+    eqns = []
+    for e in graph.eqns:
+        if isinstance(e.op, (Scan, Call)) and has_effect(e):
+            e = replace(e, op=replace(e.op, body=without_effects(e.op.body)))
+        if e.outs:
+            eqns.append(e)
+    return replace(graph, eqns=tuple(eqns))
 
 
 def _restricted(body: Graph, results: Sequence[int], keep: Iterable[int] = ()) -> tuple[Graph, list[int]]:

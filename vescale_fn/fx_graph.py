@@ -12,9 +12,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from vescale_fn.dead_code import drop_dead
+from vescale_fn.effects import EFFECTS
 from vescale_fn.functional import SubProgram
 from vescale_fn.names import Names, identifier
-from vescale_fn.sharding.graph import Eqn, Graph, Source, Var, vars_in
+from vescale_fn.sharding.graph import Eqn, Graph, Source, Var, has_effect, vars_in
 
 aten = torch.ops.aten
 
@@ -72,7 +73,7 @@ class _Converter:
             elif node.op == "get_attr":
                 number = getattr(self.gm, node.target)  # a tensor of one element, made by torch.tensor(2.0)
                 self.values[node] = self.full("constant", number, number.item(), node.meta)
-            elif node.users:
+            elif node.users or _has_effect(node):
                 self.values[node] = self.call(node)
         return drop_dead(Graph(tuple(inputs), tuple(with_phases(self.eqns, self.backward)), outputs))
 
@@ -101,7 +102,7 @@ class _Converter:
             return args[0][args[1]]
         if _is_copy(node):
             return args[0]
-        name, val = re.sub(r"_\d+$", "", node.name), node.meta["val"]
+        name, val = re.sub(r"_\d+$", "", node.name), node.meta.get("val", ())
         if node.target in FILLS:
             return self.full(name, val, FILLS[node.target](args), node.meta)
         if node.target is aten.copy.default:
@@ -129,6 +130,13 @@ class _Converter:
         if meta.get("backward"):
             self.backward.add(eqn)
         return result
+
+
+def _has_effect(node: Node) -> bool:
+    """Whether a node is to stay though nobody reads its results."""
+    if isinstance(node.target, SubProgram):
+        return any(map(has_effect, node.target.op.body.eqns))
+    return node.target in EFFECTS
 
 
 def _is_copy(node: Node) -> bool:

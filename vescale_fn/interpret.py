@@ -36,7 +36,8 @@ def evaluate_equation(e: Eqn, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return run_graph(e.op.body, args)
     if isinstance(e.op, Scan):
         return run_scan(e.op, args)
-    return flat_results(e.op(*args, **kwargs))
+    results = e.op(*args, **kwargs)
+    return flat_results(results) if e.outs else []
 
 
 def run_scan(scan: Scan, operands: Sequence[Any]) -> list[Any]:

@@ -127,5 +127,5 @@ def may_write(op: Any) -> bool:
 
 
 def _makes_new(op: Any) -> bool:
-    """The functions of `local_ops` promise to write nothing and to return memory of their own."""
-    return getattr(op, "__module__", "") == "vescale_fn.local_ops"
+    """The functions of these modules promise to write nothing and to return memory of their own."""
+    return getattr(op, "__module__", "") in ("vescale_fn.local_ops", "vescale_fn.local_print")

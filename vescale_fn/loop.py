@@ -17,6 +17,8 @@ from torch import Tensor
 
 from vescale_fn.ambient import NO_AUTOCAST, autocast
 from vescale_fn.cast import WIDEN, cast
+from vescale_fn.dead_code import without_effects
+from vescale_fn.effects import is_silent, silence
 from vescale_fn.form import Form, operand_avals
 from vescale_fn.functional import outside_transforms
 from vescale_fn.interpret import evaluate_equation, run_graph
@@ -116,6 +118,8 @@ def replay(graph: Graph, operands: Sequence[Any]) -> list[Any]:
 
     trace = current_trace()
     assert trace is not None
+    if is_silent():
+        graph = without_effects(graph)
 
     def transformable(e: Eqn, args: Sequence[Any], kwargs: Any) -> list[Any]:
         with trace.lines.held_at(e.source, e.phase == "backward"):
@@ -225,8 +229,19 @@ def differentiable(loop: Loop) -> Loop:
     forward, backward = split(
         joint, keeping.num_results, adjoint.cotangents(joint), joint.inputs[: loop.form.num_consts], loop.form.remat
     )
-    transpose = Loop(adjoint.fn, adjoint.form, backward, adjoint.avals, len(backward.outputs))
+    again = Adjoint(silent(keeping)).fn
+    transpose = Loop(again, adjoint.form, backward, adjoint.avals, len(backward.outputs))
     return replace(keeping, graph=forward, residual_transpose=transpose)
+
+
+def silent(loop: Loop) -> Loop:
+    """The loop without its effects, for what runs beside the loop itself."""
+
+    def fn(*operands: Any) -> Sequence[Any]:
+        with silence():
+            return loop.fn(*operands)
+
+    return replace(loop, fn=fn, graph=without_effects(loop.graph))
 
 
 def _keeping_carry(loop: Loop) -> Loop:
@@ -302,12 +317,12 @@ def pull_back(
 ) -> list[Any]:
     """Cotangents of the operands, given those of the outputs (None where there is none)."""
     if not loop.keeps_carry:
-        loop = _keeping_carry(loop)
+        loop = silent(_keeping_carry(loop))
         outputs = loop(operands, level)
         cotangents = [*cotangents, *[None] * loop.form.num_carry]
     form, n = loop.form, loop.num_results
     of_kept = any(c is not None for c in cotangents[n - form.num_carry : n])
-    adjoint, residuals = Adjoint(loop, of_kept), outputs[n:]
+    adjoint, residuals = Adjoint(silent(loop), of_kept), outputs[n:]
     transpose = loop.residual_transpose
     if transpose is None or of_kept:
         graph = as_backward(trace_body(adjoint.fn, adjoint.avals, form.name))
@@ -332,6 +347,7 @@ def pull_back(
 
 def push_forward(loop: Loop, operands: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
     """Tangents of the outputs: a loop over values and tangents."""
+    loop = silent(loop)
     form = loop.form
     values = form.parts(operands[: len(loop.avals)])
     tangents = [torch.zeros_like(x) if t is None and is_float(x) else t for x, t in zip(operands, tangents)]

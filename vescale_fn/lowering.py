@@ -63,7 +63,8 @@ def _warn_of_missing_rules(plan: Plan, rule: RuleFor) -> None:
     """One warning for each operation that has no rule and is given something sharded."""
     missing: dict[str, Eqn] = {}
     for e in equations(plan.graph):
-        places = isinstance(e.op, (Scan, Call)) or e.op is RESHARD  # where layouts agree, which no rule says
+        # Where layouts agree, or do not matter, no rule says so.
+        places = isinstance(e.op, (Scan, Call)) or e.op is RESHARD or not e.outs
         if not places and rule(e) is None and not all(plan.values[v].is_local for v in e.operands):
             missing.setdefault(op_name(e.op), e)
     for e in missing.values():

@@ -117,7 +117,7 @@ class _Partitioner:
         if e.op in REGION_OPS:
             return localize_region(ctx, local.args)
         handler = HANDLERS.get(e.op)
-        if handler is None or not (ctx.letters or _has_state(ctx)):
+        if handler is None or (e.outs and not (ctx.letters or _has_state(ctx))):
             return ctx.emit(e.op, local.args, local.kwargs)
         return handler(ctx, local.args, local.kwargs)
 

@@ -1,7 +1,7 @@
 """Splitting a joint graph: the forward part with the values that backward needs, and the backward part.
 
 An equation is forward when it does not depend on a cotangent. Views, numbers, and what depends on loop constants only
-are computed again in backward rather than kept for each iteration.
+are computed again in backward rather than kept for each iteration; what has an effect has it in forward only.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from vescale_fn.dead_code import drop_dead
+from vescale_fn.dead_code import drop_dead, without_effects
 from vescale_fn.remat import Policy, as_policy
-from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, is_view, map_vars, vars_in
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, has_effect, is_view, map_vars, vars_in
 
 
 def split(
@@ -33,11 +33,13 @@ def split(
     gradients = joint.outputs[num_results:]
     policy = as_policy(remat)
     again = _recomputed(forward, constants) if policy is None else _not_kept(forward, policy)
-    needed = _needed_before(joint, gradients, late | again)
+    needed = _needed_before(joint, gradients, late, again)
     residuals = list(dict.fromkeys(v for e in forward if e not in again for v in e.outs if v in needed))
     results = (*joint.outputs[:num_results], *residuals)
     primals = tuple(v for v in joint.inputs if v not in cotangents)
-    backward = tuple(e for e in joint.eqns if e in late or e in again)
+    repeated = without_effects(Graph((), tuple(e for e in joint.eqns if e in again), ())).eqns
+    silent = dict(zip((e for e in joint.eqns if e in again and e.outs), repeated, strict=True))
+    backward = tuple(silent.get(e, e) for e in joint.eqns if e in late or e in silent)
     return (
         drop_dead(Graph(primals, tuple(forward), results)),
         as_backward(drop_dead(Graph((*joint.inputs, *residuals), backward, gradients))),
@@ -87,10 +89,10 @@ def _not_kept(forward: Sequence[Eqn], policy: Policy) -> set[Eqn]:
     return {e for e in forward if kept.isdisjoint(e.outs)}
 
 
-def _needed_before(joint: Graph, gradients: Sequence[object], later: set[Eqn]) -> set[Var]:
-    """Values that the equations in `later` read on the way to the gradients."""
+def _needed_before(joint: Graph, gradients: Sequence[object], late: set[Eqn], again: set[Eqn]) -> set[Var]:
+    """Values that late equations, and those that are run again, read on the way to the gradients and to effects."""
     needed = set(vars_in(tuple(gradients)))
     for e in reversed(joint.eqns):
-        if e in later and not needed.isdisjoint(e.outs):
+        if ((e in late or e in again) and not needed.isdisjoint(e.outs)) or (e in late and has_effect(e)):
             needed.update(e.reads)
     return needed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vescale_fn.program import Program
@@ -29,8 +28,3 @@ class Engine(Protocol):
     def load(self, program: Program) -> Executable:
         """Generate the code of a program and bind it to the ranks of this process."""
         ...
-
-
-def rank_text(rank: int, coords: Mapping[str, int]) -> str:
-    """`rank 3 (dp=1, tp=1)`."""
-    return f"rank {rank} ({', '.join(f'{a}={i}' for a, i in coords.items())})"

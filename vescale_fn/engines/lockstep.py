@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vescale_fn.codegen import Code
-from vescale_fn.engines.engine import rank_text
+from vescale_fn.sharding.mesh import rank_text
 from vescale_fn.site import Site, Start, Wait
 
 Request = tuple[Site | Start | Wait, tuple[Any, ...]]

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from vescale_fn.codegen import generate
-from vescale_fn.engines.engine import Executable, rank_text
+from vescale_fn.engines.engine import Executable
 from vescale_fn.engines.kernels import Group
 from vescale_fn.engines.lockstep import LockStep
 from vescale_fn.engines.routes import shapes_of
 from vescale_fn.engines.transport import Team, Wire
 from vescale_fn.engines.watch import Watch
 from vescale_fn.program import Program
-from vescale_fn.sharding.mesh import Mesh
+from vescale_fn.sharding.mesh import Mesh, rank_text
 from vescale_fn.site import Site
 
 

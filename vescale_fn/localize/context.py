@@ -85,7 +85,8 @@ class Context:
             same = len(layouts) == len(self.eqn.outs)
             shapes = [v.shape for v in self.eqn.outs] if same else [x.shape for x in layouts]
         dtypes = [v.dtype for v in self.eqn.outs] if dtypes is None else dtypes
-        names = [v.name for v in self.eqn.outs] + [self.eqn.outs[0].name] * max(0, len(layouts) - len(self.eqn.outs))
+        names = [v.name for v in self.eqn.outs]
+        names += names[:1] * (len(layouts) - len(names))
         outs = tuple(self.builder.var(n, s, d, x) for n, s, d, x in zip(names, shapes, dtypes, layouts))
         self.builder.eqns.append(Eqn(op, tuple(args), dict(kwargs or {}), outs, self.eqn.source, self.eqn.phase))
         return outs

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from vescale_fn.array import Array, ArrayType
 from vescale_fn.decompositions import ALWAYS
+from vescale_fn.effects import DEBUG_PRINT
 from vescale_fn.engines import Executable, engine_for
 from vescale_fn.functional import unseen
+from vescale_fn.local_print import print_once, print_parts
 from vescale_fn.localize.context import Builder
 from vescale_fn.move import move_to
 from vescale_fn.names import Names
@@ -257,7 +259,21 @@ def _ragged(*args: Any) -> RankTensor:
     return _by_engine(comm.RaggedAllToAll(group_of(args[6]).names), args[:6])
 
 
+def _print(values: Sequence[Tensor], text: str, batch_dims: int, per_rank: bool) -> None:
+    """What the program of a region does on each rank."""
+    mesh = next(v.mesh for v in values if isinstance(v, RankTensor))
+    manual = [a for a in mesh.axis_names if any(a in (states_of(v) or {}) for v in values)]
+    for i, (rank, coords) in enumerate(_ranks(mesh)):
+        parts: Sequence[Tensor] = _of_rank(list(values), i)
+        if per_rank:
+            print_parts(rank, tuple(coords.items()), parts, text, batch_dims)
+        else:
+            elsewhere = sum(n for a, n in coords.items() if a not in manual)
+            print_once(elsewhere, [(a, coords[a]) for a in manual], parts, text, batch_dims)
+
+
 _OURS: dict[Any, Callable[..., Any]] = {
+    DEBUG_PRINT: _print,
     **{op: _collective(op) for op in COLLECTIVES},
     ops.CAST: _alias,
     ops.KEEP: _keep,

@@ -1,0 +1,28 @@
+"""What the worker processes run to look inside a step."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import torch
+
+import vescale_fn as vf
+
+
+def printed(process: int, processes: int) -> str:
+    """What this process prints in a step, and outside of it."""
+    out = io.StringIO()
+    mesh = vf.make_mesh(dp=2)
+    x = vf.device_put(torch.arange(4.0), "d/dp", mesh)
+
+    def step(x: Any) -> Any:
+        vf.debug_print("whole {}", x)
+        vf.debug_print("part {}", x, per_rank=True)
+        return x.sum()
+
+    with contextlib.redirect_stdout(out):
+        vf.pjit(step)(x)
+        step(x)
+    return out.getvalue()
