@@ -28,7 +28,7 @@ from vescale_fn.random.scope import again
 from vescale_fn.regions.moves import move_of
 from vescale_fn.regions.ops import RAGGED_ALL_TO_ALL
 from vescale_fn.regions.ragged import exchange_rows
-from vescale_fn.regions.region import current_region
+from vescale_fn.regions.region import note_sub_program
 from vescale_fn.remat import NAMED
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan
 from vescale_fn.split import as_backward, fresh, split
@@ -85,9 +85,7 @@ class Loop:
         carries, slices = avals[: self.form.num_carry], avals[self.form.num_carry :]
         op = self.form.op(fresh(self.graph))
         results = trace.emit(op, operands, [*carries, *map(self.form.stack, slices)])
-        region = current_region()
-        if region is not None:
-            region.note_sub_program(op, operands, results)
+        note_sub_program(op, operands, results)
         return tuple(results)
 
     @cached_property

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vescale_fn.remat import NAMED
 from vescale_fn.sharding.bind import bind_sized, check_shape
+from vescale_fn.sharding.cotangent import cotangent_spec
 from vescale_fn.sharding.forms import SpecLike, as_spec
 from vescale_fn.sharding.grammar import parse
 from vescale_fn.sharding.graph import Eqn, Graph, equations
@@ -25,8 +26,6 @@ _LIBRARY.define("reshard(Tensor x, str spec) -> Tensor")
 _LIBRARY.impl("reshard", lambda x, spec: x.clone(), "CompositeExplicitAutograd")
 
 RESHARD = torch.ops.vescale_fn.reshard.default
-
-_COTANGENT = {"sum": "ct", "ct": "sum", "at": "at"}  # partial sums and their gradients; max and min have none
 
 
 class Reshard(torch.autograd.Function):
@@ -58,17 +57,6 @@ def constrained(x: Tensor, spec: str) -> Tensor:
     """x with the wish to live where the spec says, under any transform."""
     result: Tensor = Reshard.apply(x, spec)  # type: ignore[no-untyped-call]
     return result
-
-
-def cotangent_spec(spec: str) -> str:
-    """Where the gradient of a value lives: where the value does, except that it is whole where the value is partial.
-
-    >>> cotangent_spec("b/dp d {sum: tp}")
-    'b/dp d {ct: tp}'
-    """
-    parsed = parse(spec)
-    state = tuple(replace(e, kind=_COTANGENT[e.kind]) for e in parsed.state if e.kind in _COTANGENT)
-    return str(replace(parsed, state=state))
 
 
 def reshard(x: Any, spec: SpecLike, **sizes: int | Sequence[int]) -> Any:

@@ -3,7 +3,7 @@ traced program cannot do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,24 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vescale_fn import trace_errors as errors
 from vescale_fn.decompositions import CALLS
 from vescale_fn.functional import annotate
+from vescale_fn.regions.region import note
 from vescale_fn.sharding.graph import Source, op_name
 from vescale_fn.trace_errors import TraceError
+from vescale_fn.tree import map_tensors
 
 if TYPE_CHECKING:
     from vescale_fn.trace import Trace
 
 aten = torch.ops.aten
-
-
-def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
-    """`tree` (nested tuples, lists and dicts of arguments) with fn applied to each tensor."""
-    if isinstance(tree, torch.Tensor):
-        return fn(tree)
-    if type(tree) in (tuple, list):
-        return type(tree)([map_tensors(t, fn) for t in tree])
-    if type(tree) is dict:
-        return {k: map_tensors(v, fn) for k, v in tree.items()}
-    return tree
 
 
 class Lift(TorchFunctionMode):
@@ -74,6 +65,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = self._call(func, args, kwargs, source)
         for node in annotate(self.trace.graph, source, backward):
             self._check(node, source)
+        note(func, args, kwargs, out, source)
         return out
 
     def _call(self, func: Any, args: Any, kwargs: Any, source: Source) -> Any:

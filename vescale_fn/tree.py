@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, dataclass_transform, get_args, get_origin
 
 import optree
+import torch
 import torch.utils._cxx_pytree  # sets up the namespace "torch" of optree: its nodes, and the order of dict keys
 import torch.utils._pytree
 
@@ -51,6 +52,17 @@ def flatten_with_paths(tree: Any) -> tuple[list[str], list[Any], Any]:
 def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """The tree with fn applied to each leaf (and the leaves of trees of the same form)."""
     return optree.tree_map(fn, tree, *rest, **_OPTIONS)
+
+
+def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
+    """`tree` (nested tuples, lists and dicts of arguments) with fn applied to each tensor."""
+    if isinstance(tree, torch.Tensor):
+        return fn(tree)
+    if type(tree) in (tuple, list):
+        return type(tree)([map_tensors(t, fn) for t in tree])
+    if type(tree) is dict:
+        return {k: map_tensors(v, fn) for k, v in tree.items()}
+    return tree
 
 
 def is_leaf(tree: Any) -> bool:

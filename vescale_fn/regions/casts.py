@@ -19,11 +19,11 @@ from vescale_fn.regions import ops, texts
 from vescale_fn.regions.infer import Unreduced, boundary_states
 from vescale_fn.regions.marks import states_of
 from vescale_fn.regions.moves import Cast, ToLocal
-from vescale_fn.regions.region import Region
+from vescale_fn.regions.region import Region, inside
 from vescale_fn.regions.states import COTANGENT, UNCHECKED, I, R, State, U, V, join
 from vescale_fn.source import user_source
 from vescale_fn.trace import current_trace
-from vescale_fn.trace_modes import map_tensors
+from vescale_fn.tree import map_tensors
 
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward)
 
@@ -41,6 +41,8 @@ class InsertCasts(TorchFunctionMode):
         elsewhere = current_trace() is not self.trace  # a sub-program enters the region by itself
         if elsewhere or ops.is_ours(func) or _is_own_function(args):
             return func(*args, **kwargs)
+        if args and _is_function(args[0]):
+            args = (within(self.region, args[0]), *args[1:])
         if func in _GRADIENTS:
             check_losses(args[0] if args else kwargs.get("outputs", kwargs.get("tensors")))
             return func(*args, **kwargs)
@@ -169,8 +171,30 @@ def _in_package(file: str) -> bool:
 
 def _is_own_function(args: Any) -> bool:
     """Whether this is the call of an autograd Function of this package: torch.func makes an operator of it."""
-    kind = args[0] if args else None
-    return isinstance(kind, type) and kind.__module__.startswith("vescale_fn.")
+    return bool(args) and _is_function(args[0]) and args[0].__module__.startswith("vescale_fn.")
+
+
+def _is_function(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, torch.autograd.Function)
+
+
+def within(region: Region, function: type) -> type:
+    """The autograd Function of a user, whose derivatives run in the region too, even when it is over by then."""
+
+    def entered(rule: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with inside(region):
+                return rule(*args, **kwargs)
+
+        return staticmethod(run)
+
+    rules = [name for name in ("backward", "jvp") if name in _defined(function)]
+    return type(function.__name__, (function,), {name: entered(getattr(function, name)) for name in rules})
+
+
+def _defined(function: type) -> set[str]:
+    """What a Function defines itself, or inherits from one that does."""
+    return {name for base in function.__mro__ if base.__module__ != "torch.autograd.function" for name in vars(base)}
 
 
 def _function(func: Any) -> str:

@@ -67,7 +67,7 @@ class _Walk:
         try:
             return infer(e, given, axes, zeros)
         except Unreduced as u:
-            raise texts.RegionError(texts.unreduced(u.op, [], u.axis, e.source)) from None
+            raise u.at(e.source) from None
 
     def check_move(self, e: Eqn, move: Any, given: States, zero: bool) -> None:
         """Raise unless the operand is in the state that the move, or the edge of the region, says."""

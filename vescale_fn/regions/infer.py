@@ -13,21 +13,25 @@ import torch
 from torch import Tensor
 
 from vescale_fn.fx_graph import FILLS
-from vescale_fn.regions import ops
+from vescale_fn.regions import ops, texts
 from vescale_fn.regions.moves import StateMove, move_of
 from vescale_fn.regions.states import I, R, State, States, U, V, join
 from vescale_fn.sharding.grammar import parse
-from vescale_fn.sharding.graph import Eqn, Var, op_name
+from vescale_fn.sharding.graph import Eqn, Source, Var, op_name
 from vescale_fn.sharding.layout import Layout, Partial, Shard
 from vescale_fn.sharding.rules import rule_for
 
 
-class Unreduced(Exception):
+class Unreduced(texts.RegionError):
     """An operation that is not linear in an operand was given parts of a sum. op: its name; axis: of the sum."""
 
-    def __init__(self, op: str, axis: str) -> None:
-        super().__init__(f"{op} of a value that is unreduced over {axis}")
+    def __init__(self, op: str, axis: str, source: Source = Source()) -> None:  # noqa: B008 - frozen
+        super().__init__(texts.unreduced(op, [], axis, source))
         self.op, self.axis = op, axis
+
+    def at(self, source: Source) -> Unreduced:
+        """The same error, with the user's line."""
+        return Unreduced(self.op, self.axis, source)
 
 
 def infer(e: Eqn, states: Sequence[States], axes: Iterable[str], zeros: Sequence[bool] = ()) -> States:

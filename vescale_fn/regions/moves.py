@@ -28,9 +28,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from vescale_fn.primitives import cotangent_spec
 from vescale_fn.regions import ops, texts
 from vescale_fn.regions.states import COTANGENT, State
+from vescale_fn.sharding.cotangent import cotangent_spec
 from vescale_fn.source import user_source
 
 

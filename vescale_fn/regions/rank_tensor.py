@@ -30,13 +30,14 @@ from vescale_fn.regions.infer import boundary_states
 from vescale_fn.regions.lower import COLLECTIVES
 from vescale_fn.regions.marks import mark, states_of
 from vescale_fn.regions.ops import boundary_layout, global_shape, group_of
+from vescale_fn.regions.region import note
 from vescale_fn.regions.states import I, states_text
 from vescale_fn.sharding import comm
 from vescale_fn.sharding.graph import Eqn, Graph, Source, Var, dtype_text
 from vescale_fn.sharding.layout import MANUAL, WHOLE, Layout
 from vescale_fn.sharding.mesh import Mesh
 from vescale_fn.source import user_source
-from vescale_fn.trace_modes import map_tensors
+from vescale_fn.tree import map_tensors
 
 
 class RankTensor(Tensor):
@@ -59,10 +60,17 @@ class RankTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        if ops.is_ours(func) and func in _OURS:
-            return _OURS[func](*args)
         if func in ALWAYS:
             return ALWAYS[func](*args, **kwargs)
+        out = cls.run(func, args, kwargs)
+        note(func, args, kwargs, out, Source())
+        return out
+
+    @staticmethod
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        """The operation on every rank."""
+        if func in _OURS:
+            return _OURS[func](*args)
         if func is torch.ops.aten._local_scalar_dense.default:
             return _scalar(args[0])
         mesh = next(x.mesh for x in _tensors((args, kwargs)) if isinstance(x, RankTensor))

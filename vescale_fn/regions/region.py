@@ -1,7 +1,7 @@
 """The region under way: its axes, and the states of the values that are born in it.
 
-States live on the innermost tensor, below the wrappers of torch.func, where forward and backward meet: a dispatch mode
-works them out from those of the operands, operation by operation.
+States live on the innermost tensor, below the wrappers of torch.func, where forward and backward meet. The trace (or
+the tensor of all ranks) works them out from those of the operands, operation by operation.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vescale_fn.array import Array
 from vescale_fn.regions import ops
 from vescale_fn.regions.check import infer_sub_program
-from vescale_fn.regions.infer import as_equation, infer
+from vescale_fn.regions.infer import Unreduced, as_equation, infer
 from vescale_fn.regions.marks import mark, states_of
 from vescale_fn.regions.states import States
-from vescale_fn.sharding.graph import Call, Scan
+from vescale_fn.sharding.graph import Call, Scan, Source
 from vescale_fn.sharding.mesh import Mesh, MeshShape
-from vescale_fn.trace_modes import map_tensors
+from vescale_fn.tree import map_tensors
 
 
 class AtOnce(Protocol):
@@ -57,18 +57,6 @@ class Region:
         outside = self.outer.manual if self.outer else {}
         return {**outside, **dict(zip(self.axes.names, self.axes.sizes))}
 
-    def note(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Mark the results of an operation with their states."""
-        e, operands = as_equation(op, args, kwargs, out)
-        states = infer(e, [states_of(x) or {} for x in operands], self.manual)
-        map_tensors(out, lambda x: mark(x, states))
-
-    def note_sub_program(self, op: Scan | Call, operands: Sequence[Any], results: Sequence[Tensor]) -> None:
-        """Mark the results of a sub-program with their states."""
-        given = [states_of(x) or {} for x in operands if isinstance(x, Tensor)]
-        for x, states in zip(results, infer_sub_program(op, given, self.manual)):
-            mark(x, states)
-
 
 _current: ContextVar[Region | None] = ContextVar("vescale_fn_region", default=None)
 
@@ -80,36 +68,78 @@ def current_region() -> Region | None:
 
 @contextlib.contextmanager
 def inside(region: Region | None) -> Iterator[None]:
-    """Inside, `region` is under way: states are worked out, and casts inserted."""
+    """Inside, `region` is under way, and casts are inserted."""
     from vescale_fn.regions.casts import InsertCasts  # which asks for the region under way
 
     token = _current.set(region)
     try:
         with contextlib.ExitStack() as stack:
             if region is not None:
-                stack.enter_context(WorkOutStates(region))
+                if region.at_once is not None:
+                    stack.enter_context(Spread(region))
                 stack.enter_context(InsertCasts(region))
             yield
     finally:
         _current.reset(token)
 
 
-class WorkOutStates(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Marks the results of every operation, forward and backward, with their states."""
+class Spread(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """In a region that runs at once: what it makes out of nothing is on every rank."""
 
     def __init__(self, region: Region) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.region = region
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:
-            return func(*args, **kwargs)
-        out = func(*args, **kwargs)
-        if self.region.at_once is not None and not ops.is_ours(func):  # what it makes out of nothing
-            out = map_tensors(out, self.region.at_once.same)
-        self.region.note(func, args, kwargs, out)
-        return out
+        out = func(*args, **(kwargs or {}))
+        if self.region.at_once is None or ops.is_ours(func) or func is torch.ops.prim.device.default:
+            return out
+        spread = map_tensors(out, self.region.at_once.same)
+        if spread is not out and not any(True for _ in _marked((args, kwargs))):
+            note(func, args, kwargs or {}, spread, Source())
+        return spread
+
+
+# ---- states, operation by operation
+
+
+def note(op: Any, args: Any, kwargs: Any, out: Any, source: Source) -> None:
+    """Mark the results of an operation with their states: forward, and backward when the region is long over.
+
+    Raises RegionError where parts of a sum are given to an operation that is not linear in them.
+    """
+    region = _current.get()
+    axes = {a for states in _marked((args, kwargs)) for a in states} | (region.manual.keys() if region else set())
+    if axes:
+        e, operands = as_equation(op, args, kwargs, out)
+        try:
+            states = infer(e, [states_of(x) or {} for x in operands], axes)
+        except Unreduced as u:
+            raise u.at(source) from None
+        map_tensors(out, lambda x: mark(x, states))
+
+
+def note_sub_program(op: Scan | Call, operands: Sequence[Any], results: Sequence[Tensor]) -> None:
+    """Mark the results of a sub-program with their states."""
+    region = _current.get()
+    axes = {a for states in _marked(operands) for a in states} | (region.manual.keys() if region else set())
+    if axes:
+        given = [states_of(x) or {} for x in operands if isinstance(x, Tensor)]
+        for x, states in zip(results, infer_sub_program(op, given, axes)):
+            mark(x, states)
+
+
+def _marked(tree: Any) -> list[States]:
+    """The states of the tensors that have any."""
+    found: list[States] = []
+
+    def look(x: Tensor) -> None:
+        states = states_of(x)
+        if states is not None:
+            found.append(states)
+
+    map_tensors(tree, look)
+    return found
 
 
 # ---- sub-programs
