@@ -1,6 +1,8 @@
 """Equal equations are computed once.
 
-Sub-programs are left alone: a rematerialised body is there to be computed twice.
+Sub-programs are left alone: a rematerialised body is there to be computed twice. What backward computes again is not
+kept since forward either, but for views, which cost no memory, and for what a reshard brings: that is asked for by
+`regather`.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import torch
 
 from vescale_fn.program import Program
 from vescale_fn.sharding.comm import COMMS
-from vescale_fn.sharding.graph import Eqn, Var, map_vars
-from vescale_fn.sharding.layout import Layout
+from vescale_fn.sharding.graph import Eqn, Var, is_view, map_vars
+from vescale_fn.sharding.layout import MANUAL, Layout
 
 
 def share_common(program: Program) -> Program:
@@ -40,7 +42,8 @@ def _key(e: Eqn, layouts: Mapping[Var, Layout]) -> Any:
     if not (pure or isinstance(e.op, COMMS)):
         return None
     results = tuple((v.shape, v.dtype, layouts.get(v)) for v in e.outs)
-    key = (e.op, _frozen(map_vars(e.args, _Ref)), _frozen(map_vars(e.kwargs, _Ref)), results)
+    kept = is_view(e) or (isinstance(e.op, COMMS) and not any(MANUAL in layouts[v].states for v in e.outs))
+    key = ("" if kept else e.phase, e.op, _frozen(map_vars(e.args, _Ref)), _frozen(map_vars(e.kwargs, _Ref)), results)
     try:
         hash(key)
     except TypeError:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vescale_fn.regions import ops, texts
-from vescale_fn.regions.infer import Unreduced, boundary_states, infer
+from vescale_fn.regions.infer import Unreduced, boundary_states, infer, own_axes
 from vescale_fn.regions.moves import StateMove, ToGlobal, move_of
 from vescale_fn.regions.states import UNCHECKED, I, R, State, States, U, V, join
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, is_view
@@ -60,7 +60,7 @@ class _Walk:
                 self.zeros.update(e.outs)
 
     def equation(self, e: Eqn, given: Sequence[States], zeros: Sequence[bool]) -> States:
-        axes = {a for s in given for a in s} | _own_axes(e)
+        axes = {a for s in given for a in s} | own_axes(e)
         move = move_of(e.op, e.args[1:])
         if move is not None:
             self.check_move(e, move, given[0], zeros[0])
@@ -76,6 +76,9 @@ class _Walk:
         elif isinstance(move, ToGlobal):
             expected = boundary_states(move.spec, move.axes, e.outs[0].shape)
         else:
+            twice = sorted(given.keys() & ops.group_of(move.axes).names)
+            if twice:
+                raise texts.RegionError(texts.entered_twice(twice, e.source))
             return
         for axis, state in expected.items():
             found = given.get(axis, I)
@@ -113,13 +116,6 @@ class _Walk:
 
 def _carried(before: State, after: State) -> State:
     return U if U in (before, after) else join([before, after])
-
-
-def _own_axes(e: Eqn) -> set[str]:
-    """The axes that an operation brings into play by itself."""
-    if e.op is ops.AXIS_INDEX:
-        return set(ops.group_of(e.args[0]).names)
-    return set(ops.group_of(e.args[1]).names) if e.op is ops.TO_LOCAL else set()
 
 
 def _is_zero(e: Eqn) -> bool:

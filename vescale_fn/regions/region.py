@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vescale_fn.array import Array
 from vescale_fn.regions import ops
 from vescale_fn.regions.check import infer_sub_program
-from vescale_fn.regions.infer import Unreduced, as_equation, infer
+from vescale_fn.regions.infer import Unreduced, as_equation, infer, own_axes
 from vescale_fn.regions.marks import mark, states_of
 from vescale_fn.regions.states import States
 from vescale_fn.sharding.graph import Call, Scan, Source
@@ -110,8 +110,9 @@ def note(op: Any, args: Any, kwargs: Any, out: Any, source: Source) -> None:
     """
     region = _current.get()
     axes = {a for states in _marked((args, kwargs)) for a in states} | (region.manual.keys() if region else set())
-    if axes:
+    if axes or op is ops.TO_LOCAL:
         e, operands = as_equation(op, args, kwargs, out)
+        axes |= own_axes(e)
         try:
             states = infer(e, [states_of(x) or {} for x in operands], axes)
         except Unreduced as u:

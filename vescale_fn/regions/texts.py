@@ -212,6 +212,13 @@ def reads_varying(what: str, axes: Sequence[str], source: Source) -> str:
     )
 
 
+def entered_twice(axes: Sequence[str], source: Source) -> str:
+    return (
+        f"A value of a region over {_axes(axes)} would enter such a region again: it was kept from one call of a "
+        "shard_map for another. Return it with an out_spec, and pass it with an in_spec." + _at(source)
+    )
+
+
 # ---- shard_map
 
 
