@@ -1,19 +1,15 @@
-"""Attention over a sequence that no rank holds whole: keys and values go around a ring.
+"""Attention over a sequence that no rank holds whole: keys and values go around a ring of virtual devices.
 
-    python examples/ring_attention.py                  # 4 virtual devices in this process
-    python examples/ring_attention.py --ranks 8
-
-Each rank holds one piece of queries, keys and values. In n steps it meets the keys and values of all ranks, which pass
-from neighbour to neighbour (n - 1 permutes of k and of v), and merges softmaxes as it goes. Backward goes around the
-ring again, with the gradients of k and v travelling along, so that nothing is kept per step. A causal mask leaves the
-first ranks idle when pieces are in order; in balanced order rank i holds pieces i and 2n-1-i of 2n.
-Source of the method: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers" (2023).
+Each rank holds one piece of queries, keys and values. In n steps it meets those of all ranks, which pass from neighbour
+to neighbour (n - 1 permutes of k and of v), and merges softmaxes as it goes. Backward goes around again, the gradients
+of k and v travelling along, so that nothing is kept per step. A causal mask leaves the first ranks idle where pieces
+are in order; in balanced order rank i holds pieces i and 2n-1-i of 2n. Method: Liu et al., "Ring Attention" (2023).
 """
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,21 +18,15 @@ from torch.func import vjp
 
 import vescale_fn as vf
 
-# ---- on one device
-
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Plain attention; q, k, v are [heads, sequence, features]."""
+    """The plain function, on one device; q, k, v are [heads, sequence, features]."""
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-
-# ---- on one rank
 
 
 def positions(rank: Tensor | int, length: int, n: int, balanced: bool) -> Tensor:
     """Where in the sequence the rows of a rank come from."""
-    row = torch.arange(length)
-    half = length // 2
+    row, half = torch.arange(length), length // 2
     second = (2 * n - 1 - rank) * half + row - half
     return torch.where(row < half, rank * half + row, second) if balanced else rank * length + row
 
@@ -90,8 +80,7 @@ class Ring(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def gradients(mesh: vf.Mesh, causal: bool, balanced: bool) -> Any:
-    """The pjit-ted function (q, k, v, cotangent) -> output and gradients."""
+def gradients(mesh: vf.Mesh, causal: bool, balanced: bool) -> Any:  # (q, k, v, cotangent) -> output and gradients
     specs = ("h s/sp d",) * 3
     ring = vf.shard_map(lambda *qkv: Ring.apply(*qkv, causal, balanced)[0], in_specs=specs, out_specs=specs[0])
 
@@ -102,33 +91,29 @@ def gradients(mesh: vf.Mesh, causal: bool, balanced: bool) -> Any:
     return vf.pjit(both, mesh=mesh)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, default=4)
-    n, local = parser.parse_args().ranks, 32
+def main(n: int = 4, local: int = 32) -> None:
     mesh = vf.make_mesh(sp=n)
-    given = torch.randn(4, 2, n * local, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    q, k, v, cotangent = torch.randn(
+        4, 2, n * local, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     print(f"mesh {mesh}: {n * local} tokens, {local} on each rank")
     for causal, balanced in ((False, False), (True, False), (True, True)):
         where = torch.cat([positions(i, local, n, balanced) for i in range(n)])
-        shards = [vf.device_put(x, "h s/sp d", mesh) for x in given[:, :, where]]
-        step = gradients(mesh, causal, balanced)
-        q, k, v, cotangent = given
-        out, pull = vjp(lambda *qkv, c=causal: attention(*qkv, causal=c), q, k, v)
-        plain = (out, *pull(cotangent))
-        apart = [(a.full() - b[:, where]).abs().max().item() for a, b in zip(step(*shards), plain)]
-        moves = Counter((c.kind, c.phase) for c in step.lower(*shards).collectives)
+        shards = [vf.device_put(x[:, where], "h s/sp d", mesh) for x in (q, k, v, cotangent)]
+        step, plain = gradients(mesh, causal, balanced), partial(attention, causal=causal)
+        out, pull = vjp(plain, q, k, v)
+        pairs = zip(step(*shards), (out, *pull(cotangent)))
+        apart = ", ".join(f"{(a.full() - b[:, where]).abs().max():.0e}" for a, b in pairs)
+        moves = Counter(f"{c.kind} {c.phase}" for c in step.lower(*shards).collectives)
         print(f"{'causal' if causal else 'full'}, {'balanced' if balanced else 'in order'}:")
-        print(
-            "  largest difference from plain attention: " + ", ".join(f"{d:.0e}" for d in apart) + " (out, dq, dk, dv)"
-        )
-        print("  " + ", ".join(f"{count} {kind} {phase}" for (kind, phase), count in moves.items()))
-    print(f"peak memory of a rank for {local} tokens each:")
+        print(f"  largest difference of out, dq, dk, dv from plain attention: {apart}")
+        print("  " + ", ".join(f"{count} {kind}" for kind, count in moves.items()))
+    print(f"peak memory of a rank that holds {local} tokens:")
     for ranks in (2, 4, 8, 64):
-        many = vf.abstract_mesh(sp=ranks)
-        tokens = [vf.device_put(vf.ShapeDtype((2, ranks * local, 16), torch.float64), "h s/sp d", many)] * 4
-        peak = gradients(many, True, False).lower(*tokens).memory_analysis().peak
-        print(f"  {ranks:>2} ranks {peak / 1024:8.1f} KiB")
+        shape = vf.ShapeDtype((2, ranks * local, 16), torch.float64)
+        tokens = vf.device_put(shape, "h s/sp d", vf.abstract_mesh(sp=ranks))
+        lowered = gradients(tokens.mesh, True, False).lower(*[tokens] * 4)
+        print(f"  {ranks:>2} ranks {lowered.memory_analysis().peak / 1024:8.1f} KiB")
 
 
 if __name__ == "__main__":

@@ -406,3 +406,21 @@ def test_factories_read_no_tensor_and_keep_its_device() -> None:
     assert not any(e.operands for e in graph.eqns)
     assert [e.args[1] for e in graph.eqns] == [0, 1, 2, 2.0]
     assert all(e.kwargs == {"dtype": torch.float32, "device": torch.device("cuda:0")} for e in graph.eqns)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        lambda i: (i,),
+        lambda i: (slice(None), i),
+        lambda i: (i, ..., i),
+        lambda i: (..., i, slice(1, None)),
+        lambda i: (None, i, 1, i),
+        lambda i: (slice(None), None, i, ...),
+    ],
+)
+def test_a_position_among_slices_is_not_read(index: Any) -> None:
+    x, i = torch.arange(120.0).reshape(2, 3, 4, 5), torch.tensor(1)
+    traced = trace_flat(lambda x, i: [x[index(i)]], [Aval((2, 3, 4, 5), torch.float32), Aval((), torch.int64)])
+    (found,) = run_graph(traced.graph, [x, i])
+    assert torch.equal(found, x[index(i)])

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vescale_fn import trace_errors as errors
 from vescale_fn.decompositions import CALLS
 from vescale_fn.functional import annotate
+from vescale_fn.indexing import at_positions
 from vescale_fn.regions.region import note
 from vescale_fn.sharding.graph import Source, op_name
 from vescale_fn.trace_errors import TraceError
@@ -38,13 +39,9 @@ class Lift(TorchFunctionMode):
         if func is torch.Tensor.requires_grad_:  # how torch.func begins a gradient
             self.trace.differentiates(args[0])
         args, kwargs = map_tensors(args, self.trace.bring), map_tensors(kwargs, self.trace.bring)
-        if func is torch.Tensor.__getitem__ and _is_position(args[1]):
-            return args[0].index_select(0, args[1].reshape(1)).squeeze(0)  # x[i] would read the value of i
+        if func is torch.Tensor.__getitem__:  # x[i] would read the value of i
+            return at_positions(args[0], args[1])
         return func(*args, **kwargs)
-
-
-def _is_position(index: Any) -> bool:
-    return isinstance(index, torch.Tensor) and index.ndim == 0 and index.dtype in (torch.int64, torch.int32)
 
 
 class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]

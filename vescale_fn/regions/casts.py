@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from vescale_fn.array import Array
+from vescale_fn.indexing import at_positions
 from vescale_fn.regions import ops, texts
 from vescale_fn.regions.infer import Unreduced, boundary_states
 from vescale_fn.regions.marks import states_of
@@ -54,6 +55,8 @@ class InsertCasts(TorchFunctionMode):
             if targets:
                 args, kwargs = (map_tensors(t, lambda x: self._cast(func, x, targets, found)) for t in (args, kwargs))
         try:
+            if func is Tensor.__getitem__ and self.region.at_once is not None:
+                return at_positions(args[0], args[1])
             return func(*args, **kwargs)
         except Unreduced as e:
             names = [name_of(x) for x in found if (states_of(x) or {}).get(e.axis) == U]

@@ -43,7 +43,7 @@ def infer(e: Eqn, states: Sequence[States], axes: Iterable[str], zeros: Sequence
     move = move_of(e.op, e.args[1:])
     if move is not None:
         (given,) = states
-        return {a: s for a, s in _moved(e, move, given).items() if a in axes}
+        return {**({} if e.op is ops.TO_GLOBAL else dict.fromkeys(axes, I)), **_moved(e, move, given)}
     if e.op is ops.AXIS_INDEX:
         varying = ops.group_of(e.args[0]).names
         return {a: V if a in varying else I for a in axes}
