@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpt import FSDP, MEGATRON, Sizes, init, make_step, on_mesh
-from torch.func import grad
+from torch.func import grad, grad_and_value
 
 import vescale_fn as vf
 from vescale_fn.engines import engine_for
@@ -21,12 +21,15 @@ from vescale_fn.passes import (
     PASSES,
     bucket,
     drop_dead_equations,
+    finish_last,
     gather_ahead,
     hide_waits,
     optimize,
     reduce_early,
+    reduce_first,
     regather,
     share_common,
+    update_apart,
     view_late,
 )
 from vescale_fn.passes.bucket import bucket_bytes
@@ -111,6 +114,106 @@ def test_buckets_are_as_large_as_the_limit_allows(limit: int) -> None:
     assert sum(map(len, sizes)) == len(flatten(init(S))[0])
     assert all(sum(s[:-1]) < max(limit, 1) for s in sizes)  # one more than fits closes a bucket
     assert len(sizes) == 1 if limit == 2**30 else len(sizes) > 1
+
+
+def test_what_depends_on_data_alone_is_reduced_before_the_model_runs() -> None:
+    """The number of targets, which cross entropy divides by. The sum of the losses stays where it is."""
+    _, program, _ = raw("dp")
+    program = reduce_early(share_common(program))
+    heavy = [next(i for i, e in enumerate(p.graph.eqns) if is_heavy(e)) for p in (program, reduce_first(program))]
+    counts = [sum(isinstance(e.op, AllReduce) for e in program.graph.eqns[: heavy[0]])]
+    counts += [sum(isinstance(e.op, AllReduce) for e in reduce_first(program).graph.eqns[: heavy[1]])]
+    assert counts == [0, 1]
+
+
+@pytest.mark.parametrize(("rows", "moved"), [(8, True), (1024, False)])
+def test_no_reduction_starts_first_at_the_cost_of_memory(rows: int, moved: bool) -> None:
+    """What makes the operand is read again behind the product: [rows, 512] floats would live until then."""
+
+    def step(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        size = x.abs()
+        return (x @ w) * size / size.sum()
+
+    mesh = vf.make_mesh(dp=2)
+    low = vf.pjit(step).lower(
+        vf.device_put(torch.ones(512, 512), "...", mesh), vf.device_put(torch.ones(2 * rows, 512), "b/dp d", mesh)
+    )
+    eqns = reduce_first(partition(low.plan)).graph.eqns
+    first = next(e for e in eqns if isinstance(e.op, AllReduce) or is_heavy(e))
+    assert isinstance(first.op, AllReduce) == moved
+
+
+def test_a_count_that_is_needed_soon_does_not_travel_with_the_loss() -> None:
+    _, program, _ = raw("dp")
+    program = reduce_early(share_common(program))
+
+    def operands(p: Program) -> list[int]:
+        return [len(e.operands) for e in bucket(p).graph.eqns if isinstance(e.op, AllReduce) and e.phase == "forward"]
+
+    assert operands(program) == [2]  # made one behind the other: nothing to gain
+    assert operands(reduce_first(program)) == [1, 1]
+
+
+def updates(program: Program) -> list[int]:
+    """How many parameters each update of a program moves, in order."""
+    return [len(e.args[0]) for e in program.graph.eqns if e.op in IN_PLACE]
+
+
+def test_parameters_are_updated_as_their_gradients_arrive() -> None:
+    _, program, _ = raw("dp")
+    program = reduce_first(reduce_early(share_common(program)))
+    for limit in (0, 2**12, 2**30):
+        merged = bucket(program, limit)
+        last = max(i for i, e in enumerate(merged.graph.eqns) if is_heavy(e))
+        buckets = [e for e in merged.graph.eqns if isinstance(e.op, AllReduce) and e.phase == "backward"]
+        done = view_late(finish_last(update_apart(merged)))
+        assert updates(merged) == [len(flatten(init(S))[0])]
+        assert updates(done) == [len(e.operands) for e in buckets]
+        ends, eqns = waits(done.graph), done.graph.eqns
+        assert all(ends[e] > last for e in eqns if isinstance(e.op, AllReduce) and e.phase == "backward")
+        at = [i for i, e in enumerate(eqns) if e.op in IN_PLACE]
+        waited = [ends[e] for e in eqns if isinstance(e.op, AllReduce) and e.phase == "backward"]
+        assert all(before < end <= i for before, end, i in zip([0, *at], waited, at, strict=False))
+
+
+def test_clipped_gradients_are_updated_together() -> None:
+    """The norm of all gradients needs them all."""
+
+    def step(state: Any, x: torch.Tensor) -> Any:
+        grads = grad(lambda w: (x @ w["a"] @ w["b"]).square().sum())(state["w"])
+        grads, _ = vf.optim.clip_by_global_norm(grads, 1.0)
+        w, opt = vf.optim.adamw().step(grads, state["opt"], state["w"])
+        return {"w": w, "opt": opt}
+
+    mesh = vf.make_mesh(dp=2)
+    w = vf.device_put({"a": torch.ones(4, 4), "b": torch.ones(4, 4)}, "...", mesh)
+    args = {"w": w, "opt": vf.optim.adamw().init(w)}, vf.device_put(torch.ones(2, 4), "b/dp d", mesh)
+    low = vf.pjit(step).lower(*args)
+    program = bucket(reduce_early(share_common(partition(low.plan))), 0)
+    assert sum(isinstance(e.op, AllReduce) for e in program.graph.eqns) == 2
+    assert updates(update_apart(program)) == [2]
+
+
+def test_a_step_written_by_hand_waits_for_each_transfer_when_it_is_due() -> None:
+    """The gradient of the last layer arrives first. The loss is divided by its count when backward is done."""
+
+    def step(w: list[torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> Any:
+        grads, loss = grad_and_value(lambda w: F.cross_entropy(x @ w[0] @ w[1], y))(w)
+        return [p - 0.1 * g for p, g in zip(w, grads)], loss
+
+    mesh = vf.make_mesh(dp=2)
+    w, x, y = [torch.ones(4, 4), torch.ones(4, 4)], torch.ones(64, 4), torch.zeros(64, dtype=torch.int64)
+    low = vf.pjit(step).lower(vf.device_put(w, "...", mesh), *vf.device_put((x, y), ("b/dp d", "b/dp"), mesh))
+    program = bucket(reduce_first(reduce_early(share_common(partition(low.plan)))), 0)
+    done = finish_last(program).graph
+    last = max(i for i, e in enumerate(done.eqns) if is_heavy(e))
+    sent = [e for e in done.eqns if isinstance(e.op, AllReduce)]
+    first_read = {e: min(i for i, r in enumerate(done.eqns) if set(r.reads) & set(e.outs)) for e in sent}
+    count, loss, *gradients = sent
+    assert first_read[count] < last
+    assert last < first_read[loss] < first_read[gradients[0]] < first_read[gradients[1]]
+    assert gradients[0].outs[0] is not gradients[1].outs[0]
+    assert all(done.eqns.index(g) < first_read[gradients[0]] for g in gradients)  # all start before one is waited for
 
 
 def test_buckets_are_large_enough_to_pay_and_small_enough_to_overlap() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from vescale_fn.passes.ahead import gather_ahead
+from vescale_fn.passes.apart import update_apart
 from vescale_fn.passes.bucket import bucket
 from vescale_fn.passes.common import share_common
 from vescale_fn.passes.dead import drop_dead_equations
 from vescale_fn.passes.early import reduce_early
+from vescale_fn.passes.finish import finish_last
+from vescale_fn.passes.first import reduce_first
 from vescale_fn.passes.hide import hide_waits
 from vescale_fn.passes.in_place import update_in_place
 from vescale_fn.passes.late import view_late
@@ -21,7 +24,10 @@ PASSES = (
     drop_dead_equations,
     gather_ahead,
     reduce_early,
+    reduce_first,
     bucket,
+    update_apart,
+    finish_last,
     view_late,
     hide_waits,
     overwrite_operands,
@@ -40,14 +46,17 @@ __all__ = [
     "PASSES",
     "bucket",
     "drop_dead_equations",
+    "finish_last",
     "gather_ahead",
     "hide_waits",
     "optimize",
     "overwrite_operands",
     "reduce_early",
+    "reduce_first",
     "reduce_wide",
     "regather",
     "share_common",
+    "update_apart",
     "update_in_place",
     "view_late",
 ]

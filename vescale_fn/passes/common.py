@@ -38,8 +38,7 @@ def share_common(program: Program) -> Program:
 
 def _key(e: Eqn, layouts: Mapping[Var, Layout]) -> Any:
     """Equal keys mean equal results, as parts of equal global values; None when the equation must stay."""
-    pure = isinstance(e.op, torch._ops.OpOverload) and not e.op._schema.is_mutable and _deterministic(e.op)
-    if not (pure or isinstance(e.op, COMMS)):
+    if not (is_pure(e.op) or isinstance(e.op, COMMS)):
         return None
     results = tuple((v.shape, v.dtype, layouts.get(v)) for v in e.outs)
     kept = is_view(e) or (isinstance(e.op, COMMS) and not any(MANUAL in layouts[v].states for v in e.outs))
@@ -64,8 +63,10 @@ class _Ref:
         return id(self.var)
 
 
-def _deterministic(op: torch._ops.OpOverload[Any, Any]) -> bool:
-    return torch.Tag.nondeterministic_seeded not in op.tags
+def is_pure(op: Any) -> bool:
+    """Whether an operation writes nothing and draws nothing: it may run at any time, and as often as we like."""
+    known = isinstance(op, torch._ops.OpOverload)
+    return known and not op._schema.is_mutable and torch.Tag.nondeterministic_seeded not in op.tags
 
 
 def _frozen(tree: Any) -> Any:

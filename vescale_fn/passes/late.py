@@ -33,10 +33,15 @@ def view_late(program: Program) -> Program:
                 eqns.append(e)
 
     for e in graph.eqns:
-        if is_view(e) or e.op in _RESHAPES:
+        if shows(e):
             waiting.update(dict.fromkeys(e.outs, e))
         else:
             take(e.reads)
             eqns.append(e)
     take(tuple(vars_in(graph.outputs)))
     return replace(program, graph=replace(graph, eqns=tuple(eqns)))
+
+
+def shows(e: Eqn) -> bool:
+    """Whether e only shows its operand in another shape, as far as memory allows."""
+    return is_view(e) or e.op in _RESHAPES
