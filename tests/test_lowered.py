@@ -99,12 +99,12 @@ def test_text_and_collectives() -> None:
     low = lowered()
     assert low.as_text().startswith("program on mesh dp=2\n")
     assert [(r.kind, r.axes, r.operands, r.phase) for r in low.collectives] == [
-        ("all_reduce", ("dp",), 2, "backward"),  # one bucket for both gradients
         ("all_reduce", ("dp",), 1, "forward"),  # the loss
+        ("all_reduce", ("dp",), 2, "backward"),  # one bucket for both gradients
     ]
     assert [row.split()[:4] for row in str(low.collectives).splitlines()] == [
-        ["all_reduce", "sum", "dp", "f32[256]"],
         ["all_reduce", "sum", "dp", "f32[]"],
+        ["all_reduce", "sum", "dp", "f32[256]"],
     ]
 
 
