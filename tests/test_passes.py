@@ -176,18 +176,20 @@ def test_parameters_are_updated_as_their_gradients_arrive() -> None:
         assert all(before < end <= i for before, end, i in zip([0, *at], waited, at, strict=False))
 
 
-def test_clipped_gradients_are_updated_together() -> None:
-    """The norm of all gradients needs them all."""
+@pytest.mark.parametrize("guard", ["clip", "skip"])
+def test_updates_that_need_all_gradients_stay_together(guard: str) -> None:
+    """The norm of all gradients needs them all, and so does the decision to leave everything as it is."""
+    guards = {"clip": vf.optim.clip_norm(1.0), "skip": vf.optim.skip_nonfinite()}
+    opt = vf.optim.chain(guards[guard], vf.optim.adamw())
 
     def step(state: Any, x: torch.Tensor) -> Any:
         grads = grad(lambda w: (x @ w["a"] @ w["b"]).square().sum())(state["w"])
-        grads, _ = vf.optim.clip_by_global_norm(grads, 1.0)
-        w, opt = vf.optim.adamw().step(grads, state["opt"], state["w"])
-        return {"w": w, "opt": opt}
+        w, opt_state = opt.step(grads, state["opt"], state["w"])
+        return {"w": w, "opt": opt_state}
 
     mesh = vf.make_mesh(dp=2)
     w = vf.device_put({"a": torch.ones(4, 4), "b": torch.ones(4, 4)}, "...", mesh)
-    args = {"w": w, "opt": vf.optim.adamw().init(w)}, vf.device_put(torch.ones(2, 4), "b/dp d", mesh)
+    args = {"w": w, "opt": opt.init(w)}, vf.device_put(torch.ones(2, 4), "b/dp d", mesh)
     low = vf.pjit(step).lower(*args)
     program = bucket(reduce_early(share_common(partition(low.plan))), 0)
     assert sum(isinstance(e.op, AllReduce) for e in program.graph.eqns) == 2

@@ -30,9 +30,10 @@ def _parts(e: Eqn, arrives: Mapping[Var, int]) -> Iterator[Eqn]:
     one after the other."""
     lists = [a for a in e.args if isinstance(a, (list, tuple)) and a]
     n = len(lists[0]) if lists else 0
+    scalars = [a for a in e.args if isinstance(a, Var)]  # every part reads them
     rows: dict[int, list[int]] = defaultdict(list)
     for i in range(n):
-        rows[max(arrives.get(v, -1) for v in vars_in([a[i] for a in lists]))].append(i)
+        rows[max(arrives.get(v, -1) for v in vars_in([*scalars, *(a[i] for a in lists)]))].append(i)
     if len(rows) < 2:
         yield e
         return
