@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 
 import rivals
+from memory import peaks
 from models import Config, batch, functional, train_step
 from race import Step, publish, race, ratio, report
 
@@ -78,14 +79,22 @@ def main() -> None:
         "CPU time: vescale_fn / FSDP2": ratio(cpu, "vescale_fn", "FSDP2"),
         "CPU time: vescale_fn / floor": ratio(cpu, "vescale_fn", "floor"),
     }
-    report("dp", times, ratios, BOUNDS, cpu)
+    compared = "vescale_fn", better, "vescale_fn, all sharded", "FSDP2", "one process"
+    memory = peaks({who: CONTESTANTS[who] for who in compared}, Config())
+    report("dp", times, ratios, BOUNDS, cpu, memory)
+    ours = memory["vescale_fn"]
     publish(
         {
             ("data parallel", better): ratios["vescale_fn / the better DDP"],
             ("data parallel", "FSDP2"): ratios["vescale_fn / FSDP2"],
             ("every parameter sharded", "FSDP2"): ratios["vescale_fn, all sharded / FSDP2"],
             ("data parallel", "compute + update + CPU time of the all-reduce"): ratios["vescale_fn / floor"],
-        }
+        },
+        {
+            ("data parallel", better): (ours, memory[better]),
+            ("data parallel", "FSDP2"): (ours, memory["FSDP2"]),
+            ("every parameter sharded", "FSDP2"): (memory["vescale_fn, all sharded"], memory["FSDP2"]),
+        },
     )
 
 

@@ -6,6 +6,7 @@ python benchmarks/bench_tp.py
 from __future__ import annotations
 
 import rivals
+from memory import peaks
 from models import TENSOR_PARALLEL, Config, batch, functional, train_step
 from race import Step, publish, race, ratio, report
 
@@ -27,11 +28,16 @@ def vescale_tp(c: Config, rank: int, world: int) -> Step:
     return run
 
 
+CONTESTANTS = {"vescale_fn": vescale_tp, "DTensor": rivals.dtensor_tp}
+
+
 def main() -> None:
-    times, cpu = race({"vescale_fn": vescale_tp, "DTensor": rivals.dtensor_tp}, Config(), rounds=30)
+    times, cpu = race(CONTESTANTS, Config(), rounds=30)
+    memory = peaks(CONTESTANTS, Config())
     against = ratio(times, "vescale_fn", "DTensor")
-    report("tp", times, {"vescale_fn / DTensor": against}, {"vescale_fn / DTensor": 0.7}, cpu)
-    publish({("Megatron's tensor parallel", "DTensor"): against})
+    report("tp", times, {"vescale_fn / DTensor": against}, {"vescale_fn / DTensor": 0.7}, cpu, memory)
+    row = "Megatron's tensor parallel", "DTensor"
+    publish({row: against}, {row: (memory["vescale_fn"], memory["DTensor"])})
 
 
 if __name__ == "__main__":

@@ -41,11 +41,7 @@ def race(
 def _process(
     rank: int, contestants: dict[str, Contestant], config: Any, world: int, rounds: int, steps: int, folder: str
 ) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    settle(rank, world, folder)
     built = {name: make(config, rank, world) for name, make in contestants.items()}
     for step in built.values():
         step(), step()  # compile and warm up
@@ -65,29 +61,49 @@ def _process(
     dist.destroy_process_group()
 
 
+def settle(rank: int, world: int, folder: str) -> None:
+    """One core for this process, which joins the others."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+
+
 def ratio(times: Times, a: str, b: str) -> float:
     """Median over rounds of time(a) / time(b)."""
     return statistics.median(x / y for x, y in zip(times[a], times[b]))
 
 
 def report(
-    name: str, clock: Times, ratios: Mapping[str, float], bounds: Mapping[str, float], cpu: Times | None = None
+    name: str,
+    clock: Times,
+    ratios: Mapping[str, float],
+    bounds: Mapping[str, float],
+    cpu: Times | None = None,
+    memory: Mapping[str, float] | None = None,
 ) -> None:
-    """Print medians, and ratios beside their bounds."""
-    print(f"\n{name}: median seconds" + (", and of CPU time" if cpu else ""))
+    """Print medians, peak memory, and ratios beside their bounds."""
+    what = ", of CPU time" * (cpu is not None) + ", and peak memory beyond imports, MiB" * (memory is not None)
+    print(f"\n{name}: median seconds{what}")
     for who, t in clock.items():
-        busy = f" {statistics.median(cpu[who]):8.4f}" if cpu and who in cpu else ""
-        print(f"  {who:28} {statistics.median(t):8.4f}{busy}")
+        busy = f"{statistics.median(cpu[who]):8.4f}" if cpu and who in cpu else ""
+        peak = f"{memory[who]:8.1f}" if memory and who in memory else ""
+        print(f"  {who:28} {statistics.median(t):8.4f} {busy:8} {peak}".rstrip())
     print("ratios (median over rounds)")
     for what, r in ratios.items():
         bound = f"   aim: at most {bounds[what]}" if what in bounds else ""
         print(f"  {what:40} {r:6.3f}{bound}")
 
 
-def publish(rows: Mapping[tuple[str, str], float]) -> None:
-    """Keep ratios of step times, by (what, against), for the table in the README."""
+def publish(rows: Mapping[tuple[str, str], float], memory: Mapping[tuple[str, str], tuple[float, float]]) -> None:
+    """Keep ratios of step times by (what, against), and the peak memory of both, for the table in the README."""
     known = json.loads(RESULTS.read_text())["ratios"] if RESULTS.exists() else []
     others = [r for r in known if (r["what"], r["against"]) not in rows]
-    fresh = [{"what": what, "against": against, "ratio": round(r, 3)} for (what, against), r in rows.items()]
+    fresh = [
+        {"what": what, "against": against, "ratio": round(r, 3)}
+        | ({"memory": [round(m) for m in memory[what, against]]} if (what, against) in memory else {})
+        for (what, against), r in rows.items()
+    ]
     results = {"where": "gloo on CPU, one core a process", "ratios": others + fresh}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")

@@ -56,8 +56,12 @@ def ratios() -> str:
     if not path.exists():
         return ""
     results = json.loads(path.read_text())
-    rows = "\n".join(f"| {r['what']} | {r['against']} | {r['ratio']:.2f} |" for r in results["ratios"])
-    return f"| step time, {results['where']} | against | ratio, below 1 is faster |\n|---|---|---|\n{rows}\n"
+    rows = "\n".join(
+        f"| {r['what']} | {r['against']} | {r['ratio']:.2f} | {' / '.join(map(str, r.get('memory', [])))} |"
+        for r in results["ratios"]
+    )
+    head = f"step time, {results['where']} | against | ratio, below 1 is faster | peak memory, MiB, ours / theirs"
+    return f"| {head} |\n|---|---|---|---|\n{rows}\n"
 
 
 def main() -> int:
