@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_fn.regions.region import current_region
+from vescale_fn.regions.texts import RegionError, manual_spec
 from vescale_fn.remat import NAMED
 from vescale_fn.sharding.bind import bind_sized, check_shape
 from vescale_fn.sharding.cotangent import cotangent_spec
@@ -63,7 +65,8 @@ def reshard(x: Any, spec: SpecLike, **sizes: int | Sequence[int]) -> Any:
     """`x` in the layout that `spec` says; the value does not change.
 
     Inside pjit a constraint on where the value lives, and on an Array a move. On a plain tensor only rank and sizes
-    are checked, so a function that uses it runs without a mesh too.
+    are checked, so a function that uses it runs without a mesh too. In a region, "b s/tp -> b s" is the one collective
+    that brings the value from one layout to the other; a spec without an arrow speaks of the solver's axes.
 
     sizes: of factors inside groups and of named units, as in `reshard(w, "d (qkv h/tp k)", qkv=3, h=16)`.
     Raises SpecError when rank or sizes do not fit.
@@ -76,7 +79,15 @@ def reshard(x: Any, spec: SpecLike, **sizes: int | Sequence[int]) -> Any:
       b/dp d
       ^
     """
+    region = current_region()
+    if region is not None and isinstance(spec, str) and "->" in spec:
+        from vescale_fn.regions.collectives import reshard_by  # which constrains values too
+
+        return reshard_by(x, spec)
     parsed, own = as_spec(spec)
+    for axis in parsed.axes:
+        if region is not None and axis in region.manual:
+            raise RegionError(manual_spec(str(parsed), axis))
     given = {**own, **sizes}
     trace = current_trace()
     if trace is None and not isinstance(x, Tensor):

@@ -11,7 +11,7 @@ import linecache
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, TracebackType
 
 import optree
 import torch
@@ -27,10 +27,15 @@ def _is_library(file: str) -> bool:
     return file.startswith((*_LIBRARIES, *_GENERATED)) or "/einops/" in file or file.endswith("/contextlib.py")
 
 
+def _is_wrapper(code: CodeType) -> bool:
+    """Whether this is the function that torch.fx makes around what it traces."""
+    return code.co_filename == "<string>" and code.co_name == "<lambda>"
+
+
 def user_source() -> Source:
     """The innermost line under way that is not inside torch, optree, einops or this package."""
     frame = sys._getframe(1)
-    while frame is not None and _is_library(frame.f_code.co_filename):
+    while frame is not None and (_is_library(frame.f_code.co_filename) or _is_wrapper(frame.f_code)):
         frame = frame.f_back  # type: ignore[assignment]
     if frame is None:
         return Source()

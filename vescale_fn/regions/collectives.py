@@ -15,12 +15,15 @@ from torch import Tensor
 from vescale_fn.regions import moves, ops, texts
 from vescale_fn.regions.casts import axes_with_sizes, bring, cast
 from vescale_fn.regions.marks import mark, states_of
+from vescale_fn.regions.pattern import Moved, is_pattern, read, require
 from vescale_fn.regions.ragged import exchange_rows
 from vescale_fn.regions.region import Region, current_region
 from vescale_fn.regions.states import UNCHECKED, I, R, State, U, V, state_named
 from vescale_fn.regions.texts import RegionError
+from vescale_fn.sharding.sizes import check_rank
+from vescale_fn.sharding.spec import SpecError
 from vescale_fn.source import user_source
-from vescale_fn.tree import map_leaves
+from vescale_fn.tree import flatten, map_leaves
 
 Axes = str | Sequence[str]
 
@@ -38,7 +41,8 @@ def psum(x: Any, axis: Axes) -> Any:
     >>> total(torch.arange(4.0))
     tensor([2., 4.])
     """
-    return _each("psum", x, axis, lambda site, t: _reduced(site, t, "sum"))
+    moved = _pattern("psum", x, axis, "psum")
+    return _each("psum", x, moved.axes if moved else axis, lambda site, t: _reduced(site, t, "sum"))
 
 
 def pmean(x: Any, axis: Axes) -> Any:
@@ -60,7 +64,11 @@ def psum_scatter(x: Any, axis: Axes, dim: int = 0, *, tiled: bool = False) -> An
     """This rank's piece, along `dim`, of the sum over the ranks along `axis`: varying or unreduced -> varying.
 
     tiled: the dim is cut in pieces; otherwise it has one entry for each rank, and goes away.
+    A pattern, "b s d {sum: tp} -> b s/tp d", says axis and dim, and is tiled.
     """
+    moved = _pattern("psum_scatter", x, axis, "psum_scatter", "own_slice")
+    if moved:
+        return psum_scatter(x, moved.axes, moved.dim, tiled=True)
 
     def scatter(site: Site, t: Tensor) -> Tensor:
         before = site.state_of(t, (V, U))
@@ -88,7 +96,12 @@ def all_gather(
 
     tiled: pieces are joined along `dim`; otherwise they are stacked in a new dim there.
     grad_dtype: in which dtype the gradient is summed; must be given for bf16 and f16 that need one.
+    A pattern, "b s/tp d -> b s d", says axis and dim, and is tiled; "... {ct: tp}" on its right is to="reduced".
     """
+    moved = _pattern("all_gather", x, axis, "all_gather")
+    if moved:
+        to = "reduced" if moved.reduced else to
+        return all_gather(x, moved.axes, moved.dim, tiled=True, to=to, grad_dtype=grad_dtype)
 
     def gather(site: Site, t: Tensor) -> Tensor:
         site.state_of(t, (V,))
@@ -103,12 +116,15 @@ def all_gather(
     return _each("all_gather", x, axis, gather)
 
 
-def all_to_all(x: Any, axis: Axes, split_dim: int, concat_dim: int, *, tiled: bool = False) -> Any:
+def all_to_all(x: Any, axis: Axes, split_dim: int = 0, concat_dim: int = 0, *, tiled: bool = False) -> Any:
     """Rank i gets piece i along `split_dim` of every rank, joined along `concat_dim`: varying -> varying.
 
     tiled: dims are cut and joined; otherwise `split_dim` has one entry for each rank and goes away, and the pieces are
-    stacked in a new dim at `concat_dim`.
+    stacked in a new dim at `concat_dim`. A pattern, "e c/ep d -> e/ep c d", says axis and dims, and is tiled.
     """
+    moved = _pattern("all_to_all", x, axis, "all_to_all")
+    if moved:
+        return all_to_all(x, moved.axes, moved.split_dim, moved.dim, tiled=True)
 
     def exchange(site: Site, t: Tensor) -> Tensor:
         site.state_of(t, (V,))
@@ -201,6 +217,35 @@ def ragged_all_to_all(
     given = (operand, output, input_offsets, send_sizes, output_offsets, recv_sizes)
     rows, out, *sizes = (site.cast(bring(site.region, t), V) for t in given)
     return exchange_rows(site.axes, rows, out, (sizes[0], sizes[1], sizes[2], sizes[3]))
+
+
+def reshard_by(x: Any, text: str) -> Any:
+    """`vf.reshard` in a region: the one collective by which the value goes from one layout to another, and stays the
+    same value. What is whole on the right is the same on all ranks."""
+    kinds = ("psum", "all_gather", "psum_scatter", "all_to_all", "own_slice", "pcast")
+    moved = _pattern("reshard", x, text, *kinds)
+    assert moved is not None
+    if moved.kind == "psum":
+        return psum(x, moved.axes)
+    if moved.kind == "pcast":
+        return pcast(x, moved.axes, to="reduced" if moved.reduced else "unreduced")
+    if moved.kind == "all_gather":
+        return all_gather(x, moved.axes, moved.dim, tiled=True, to="reduced" if moved.reduced else "invarying")
+    if moved.kind == "psum_scatter":
+        return psum_scatter(x, moved.axes, moved.dim, tiled=True)
+    if moved.kind == "all_to_all":
+        return all_to_all(x, moved.axes, moved.split_dim, moved.dim, tiled=True)
+
+    def own(site: Site, t: Tensor) -> Tensor:
+        at = site.dim("dim", moved.dim, t.ndim)
+        site.check_split("dim", at, t, True)
+        for a in site.names:
+            state = (states_of(t) or {}).get(a, I)
+            if site.region.checked and state != I:
+                raise RegionError(texts.not_whole(text, a, state))
+        return moves.OwnSlice(site.axes, at, site.states(I, V))(t)
+
+    return _each("reshard", x, moved.axes, own)
 
 
 # ---- where am I
@@ -317,6 +362,22 @@ class Site:
                     problem = f"{what} {i} is no rank" if not 0 <= i < self.size else f"{what} {i} appears twice"
                     raise RegionError(texts.bad_pairs("ppermute", self.names, self.size, problem))
         return [(int(a), int(b)) for a, b in perm]
+
+
+def _pattern(function: str, x: Any, axis: Any, *kinds: str) -> Moved | None:
+    """What a pattern says, if the second argument is one."""
+    if not is_pattern(axis):
+        return None
+    region = current_region()
+    if region is None:
+        raise RegionError(texts.outside(function))
+    moved = require(function, read(function, axis, region.mesh.shape), kinds, axis)
+    for t in flatten(x)[0]:
+        try:
+            check_rank(moved.before, tuple(t.shape))
+        except SpecError as e:
+            raise e.within(f"vf.{function}") from None
+    return moved
 
 
 def _reduced(site: Site, t: Tensor, kind: str) -> Tensor:

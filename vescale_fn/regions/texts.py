@@ -126,6 +126,20 @@ def reducing_backward(function: str, dtype: str, backward: str) -> str:
     )
 
 
+def not_whole(text: str, axis: str, state: State) -> str:
+    return (
+        f"vf.reshard: '{text}' takes this rank's slice of a value that all ranks along '{axis}' hold, but the value is "
+        f"{NAMES[state]} over '{axis}'. For the slice of a sum, write {{sum: {axis}}} on the left."
+    )
+
+
+def manual_spec(spec: str, axis: str) -> str:
+    return (
+        f"vf.reshard: '{spec}' names '{axis}', which is manual here: a rank cannot ask for a layout along it. Write "
+        "the collective as a pattern, 'before -> after', or leave the axis out."
+    )
+
+
 # ---- casts and states
 
 
