@@ -45,6 +45,7 @@ from vescale_fn.regions.collectives import psum as psum
 from vescale_fn.regions.collectives import psum_scatter as psum_scatter
 from vescale_fn.regions.collectives import ragged_all_to_all as ragged_all_to_all
 from vescale_fn.regions.einsum import einsum as einsum
+from vescale_fn.regions.typeof import typeof as typeof
 from vescale_fn.register import register_rule as register_rule
 from vescale_fn.schedules import grad_and_value as grad_and_value
 from vescale_fn.schedules import weighted as weighted

@@ -31,9 +31,10 @@ from vescale_fn.regions.lower import COLLECTIVES
 from vescale_fn.regions.marks import mark, states_of
 from vescale_fn.regions.ops import boundary_layout, global_shape, group_of
 from vescale_fn.regions.region import note
-from vescale_fn.regions.states import I, states_text
+from vescale_fn.regions.states import I
+from vescale_fn.regions.typeof import typeof
 from vescale_fn.sharding import comm
-from vescale_fn.sharding.graph import Eqn, Graph, Source, Var, dtype_text
+from vescale_fn.sharding.graph import Eqn, Graph, Source, Var
 from vescale_fn.sharding.layout import MANUAL, WHOLE, Layout
 from vescale_fn.sharding.mesh import Mesh
 from vescale_fn.source import user_source
@@ -80,7 +81,7 @@ class RankTensor(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with unseen():
             rows = [f"{where}: {part}" for where, part in self._by_rank()]
-        return f"RankTensor({type_text(self)}\n  " + "\n  ".join(r.replace("\n", "\n    ") for r in rows) + "\n)"
+        return f"RankTensor({typeof(self)}\n  " + "\n  ".join(r.replace("\n", "\n    ") for r in rows) + "\n)"
 
     __str__ = __repr__
 
@@ -91,12 +92,6 @@ class RankTensor(Tensor):
         for rank, part in zip(self.mesh.local_ranks, self.parts):
             coords = self.mesh.shape.coords(rank)
             yield ", ".join(f"{a}={i}" for a, i in coords.items()), part
-
-
-def type_text(x: Tensor) -> str:
-    """`f32[4, 3] {V: dp}`."""
-    states = states_text(states_of(x) or {})
-    return f"{dtype_text(x.dtype)}{list(x.shape)}" + (f" {states}" if states else "")
 
 
 @dataclass(frozen=True)
@@ -180,7 +175,7 @@ def _scalar(x: RankTensor) -> Any:
     """The one value of an invarying tensor. Raises RegionError where ranks may differ."""
     varying = [a for a, s in (states_of(x) or {}).items() if s != I]
     if varying:
-        raise texts.RegionError(texts.reads_varying(type_text(x), varying, user_source()))
+        raise texts.RegionError(texts.reads_varying(typeof(x), varying, user_source()))
     return x.parts[0].item()
 
 
