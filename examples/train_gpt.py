@@ -3,6 +3,8 @@
     python examples/train_gpt.py                                         # four virtual devices in this process
     python examples/train_gpt.py --data book.txt --mesh dp=4
     torchrun --nproc-per-node 2 examples/train_gpt.py --mesh dp=2        # two processes: the same file, the same losses
+    python examples/train_gpt.py --save run1                             # and after an end of any kind:
+    python examples/train_gpt.py --save run1 --resume --mesh tp=4        # goes on, here on another mesh
 
 The model and the step are plain PyTorch on global shapes. SHARDINGS says who holds what; nothing else knows the mesh.
 Without --data the text is the Python source of the running interpreter's standard library.
@@ -130,13 +132,16 @@ def read_text(path: Path | None) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def batches(text: Tensor, batch: int, seq: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Random windows of the text without end: (bytes, the bytes that follow), both [batch, seq]."""
+def batches(text: Tensor, batch: int, seq: int, seed: int, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Random windows of the text without end, from batch number `first` on: (bytes, the bytes that follow), both
+    [batch, seq]."""
     generator = torch.Generator().manual_seed(seed)
     windows = text.unfold(0, seq + 1, 1)
-    while True:
-        rows = windows[torch.randint(len(windows), (batch,), generator=generator)].long()
-        yield rows[:, :-1], rows[:, 1:]
+    for i in itertools.count():
+        chosen = torch.randint(len(windows), (batch,), generator=generator)
+        if i >= first:
+            rows = windows[chosen].long()
+            yield rows[:, :-1], rows[:, 1:]
 
 
 def continue_text(params: dict[str, Any], prompt: bytes, length: int, seq: int, seed: int) -> str:
@@ -151,29 +156,47 @@ def continue_text(params: dict[str, Any], prompt: bytes, length: int, seq: int, 
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in decoded)
 
 
+class Checkpoints:
+    """Saves the state every so many steps, beside the steps that follow."""
+
+    def __init__(self, folder: Path | None, every: int) -> None:
+        self.folder, self.every = folder, every
+        self.saving: vf.Saving | None = None
+
+    def after(self, step: int, state: Any) -> None:
+        if self.folder is not None and step % self.every == 0:
+            self.finish()
+            self.saving = vf.save(self.folder, {"step": step, "state": state}, wait=False)
+
+    def finish(self) -> None:
+        """Wait for the last save; raises if it failed."""
+        if self.saving is not None:
+            self.saving.result()
+
+
 # ---- what a person sees
 
 
 class Progress:
     """One line that is rewritten in place on a terminal, and now and then a line elsewhere."""
 
-    def __init__(self, title: str, steps: int, tokens: int) -> None:
-        self.title, self.steps, self.tokens = title, steps, tokens
+    def __init__(self, title: str, first: int, steps: int, tokens: int) -> None:
+        self.title, self.first, self.steps, self.tokens = title, first, steps, tokens
         self.live = sys.stdout.isatty()
         self.start = 0.0
 
     def show(self, step: int, value: float) -> None:
         now = time.perf_counter()
-        if step == 1:
+        if step == self.first + 1:
             self.start = now  # the first step also compiled the program
-        rate = (step - 1) / max(now - self.start, 1e-9)
+        rate = (step - self.first - 1) / max(now - self.start, 1e-9)
         line = f"{self.title} {step:4}/{self.steps}   loss {value:.4f}"
-        if step > 1:
+        if step > self.first + 1:
             minutes, seconds = divmod(round((self.steps - step) / rate), 60)
             line += f"   {rate * self.tokens:,.0f} tokens/s   {minutes}:{seconds:02} left"
         if self.live:
             vf.print0(f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K", end="", flush=True)
-        elif step == 1 or step % max(self.steps // 15, 1) == 0 or step == self.steps:
+        elif step == self.first + 1 or step % max(self.steps // 15, 1) == 0 or step == self.steps:
             vf.print0(line, flush=True)
 
     def close(self) -> None:
@@ -221,23 +244,36 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", type=Path, help="a file of text")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="keep a checkpoint in this folder")
+    parser.add_argument("--every", type=int, default=50, metavar="N", help="steps between checkpoints")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in the folder of --save")
     parser.add_argument("--check", action="store_true", help="train in float64 beside the plain function on one device")
     args = parser.parse_args()
     args.steps = args.steps or (20 if args.check else 500)
+    if args.resume and (args.save is None or args.check):
+        parser.error("--resume needs --save DIR, and does not go with --check")
     if args.width % HEAD:
         parser.error(f"--width {args.width} is not a multiple of {HEAD}, the size of an attention head")
     return args
 
 
 def train(
-    step: Callable[..., Any], state: Any, stream: Iterator[Any], args: argparse.Namespace, title: str
+    step: Callable[..., Any],
+    state: Any,
+    stream: Iterator[Any],
+    args: argparse.Namespace,
+    title: str,
+    first: int = 0,
+    checkpoints: Checkpoints | None = None,
 ) -> tuple[Any, list[float]]:
-    """The state after all steps, and the loss of each."""
-    progress, losses = Progress(title, args.steps, args.batch * args.seq), []
-    for batch in itertools.islice(stream, args.steps):
+    """The state after the steps that follow the `first` ones, and the loss of each."""
+    progress, losses = Progress(title, first, args.steps, args.batch * args.seq), []
+    for i, batch in enumerate(itertools.islice(stream, args.steps - first), first + 1):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
-        progress.show(len(losses), losses[-1])
+        progress.show(i, losses[-1])
+        if checkpoints is not None:
+            checkpoints.after(i, state)
     progress.close()
     return state, losses
 
@@ -250,11 +286,11 @@ def main() -> None:
     if len(text) - cut <= args.seq:
         raise SystemExit(f"{args.data} has {len(text)} bytes; --seq {args.seq} needs at least {20 * (args.seq + 2)}.")
 
-    def plain_batches(part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        return batches(part, args.batch, args.seq, args.seed)
+    def plain_batches(part: Tensor, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        return batches(part, args.batch, args.seq, args.seed, first)
 
-    def placed_batches(part: Tensor) -> Iterator[Any]:
-        return (vf.device_put(b, "b/dp t", mesh) for b in plain_batches(part))
+    def placed_batches(part: Tensor, first: int = 0) -> Iterator[Any]:
+        return (vf.device_put(b, "b/dp t", mesh) for b in plain_batches(part, first))
 
     start = init(args.layers, args.width, args.seed)
     if args.check:
@@ -267,12 +303,19 @@ def main() -> None:
     vf.print0(f"{size / 1e6:.2f} M parameters, {len(text) / 1e6:.1f} MB of text")
     rules = vf.rules(SHARDINGS, qkv=3, k=HEAD)
     params = vf.device_put(start, rules, mesh)
-    state = {"params": params, "opt": opt.init(params)}
+    state, first = {"params": params, "opt": opt.init(params)}, 0
+    if args.resume:
+        saved = vf.load(args.save, {"step": first, "state": state})  # as the arrays in `state` lie, whatever was saved
+        state, first = saved["state"], saved["step"]
+        vf.print0(f"{args.save} goes on after step {first}")
     describe(mesh, params, rules, train_step.lower(state, next(placed_batches(text))))
 
-    state, losses = train(train_step, state, placed_batches(text[:cut]), args, "step")
+    checkpoints = Checkpoints(args.save, args.every)
+    state, losses = train(train_step, state, placed_batches(text[:cut], first), args, "step", first, checkpoints)
+    checkpoints.finish()
     scores = [float(evaluate(state["params"], *b)) for b in itertools.islice(placed_batches(text[cut:]), 8)]
-    vf.print0(f"\ntrain loss {losses[-1]:.4f}   held-out loss {sum(scores) / len(scores):.4f}   (nats per byte)")
+    last = f"train loss {losses[-1]:.4f}   " if losses else ""
+    vf.print0(f"\n{last}held-out loss {sum(scores) / len(scores):.4f}   (nats per byte)")
     whole = optree.tree_map(lambda a: a.full(), state["params"])
     if args.check:
         alone = {"params": start, "opt": opt.init(start)}
@@ -286,6 +329,8 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
+    except vf.CheckpointError as error:
+        sys.exit(str(error))
     except KeyboardInterrupt:
         vf.print0("\nstopped")
         sys.exit(130)

@@ -7,6 +7,8 @@ import os
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from gpt import MEGATRON, Sizes, data, make_step, on_mesh
 
 import vescale_fn as vf
 
@@ -66,3 +68,42 @@ def save_on_a_full_disk(process: int, processes: int, folder: str) -> None:
 def save_a_dtensor(process: int, processes: int, folder: str) -> None:
     w = vf.device_put(VALUES["w"], "d/dp f", vf.make_mesh(dp=2))
     vf.save(folder, {"w": w.to_dtensor()})
+
+
+def safetensors(process: int, processes: int, file: str) -> Any:
+    """The parts of this process, written and read again."""
+    mesh, name = mesh_of("dp=2,tp=2", processes), "dp=2,tp=2"
+    like = {k: x for k, x in tree(mesh, name).items() if k in VALUES}
+    vf.save_safetensors(file, like)
+    got = vf.load_safetensors(file, like)
+    return {k: [s.clone() for s in x.shards] for k, x in got.items()}
+
+
+def train(process: int, processes: int, name: str, folder: str, *starts: int) -> list[list[str]]:
+    """Losses, exactly, of a small GPT with dropout in the last of four steps: after 0, or after 2. The run from 0
+    keeps a checkpoint after step 2, from which the other goes on."""
+    sizes = Sizes(layers=1, width=32)
+    mesh = mesh_of({"tp=4": "dp=1,tp=4", "dp=4": "dp=4,tp=1"}.get(name, name), processes)
+    begin, _, _ = on_mesh(sizes, mesh, MEGATRON)
+    plain = make_step(sizes, between=lambda h: F.dropout(h, 0.1))
+
+    @vf.pjit
+    def step(state: Any, key: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> Any:
+        with vf.random.scope(key):
+            return plain(state, x, y)
+
+    def run(first: int) -> list[str]:
+        losses, saved = [], {"state": begin, "key": vf.random.key(0), "batch": 0}
+        if first:
+            saved = vf.load(folder, saved)
+        while saved["batch"] < 4:
+            key, own = vf.random.split(saved["key"])
+            x, y = vf.device_put(data(sizes, seed=saved["batch"]), "b/dp s", mesh)
+            state, loss = step(saved["state"], own, x, y)
+            saved = {"state": state, "key": key, "batch": saved["batch"] + 1}
+            losses.append(float(loss).hex())
+            if saved["batch"] == 2 and not first:
+                vf.save(folder, saved, wait=False)
+        return losses
+
+    return [run(first) for first in starts]

@@ -306,6 +306,17 @@ def test_any_number_of_processes(
     assert all(step == 3 and plain.tolist() == [0, 1, 2] for _, step, plain in got)
 
 
+def test_training_goes_on_anywhere(pool: Pool, tmp_path: Path, deep: bool) -> None:
+    """With the state, its random key and the position in the data in the checkpoint: bit for bit on the same mesh, on
+    any number of processes (of two: more add up in another order), and to rounding on another mesh."""
+    whole, rest = tasks.train(0, 1, "dp=2,tp=2", str(tmp_path), 0, 2)
+    assert rest == whole[2:]
+    assert pool.run(tasks.train, "dp=2,tp=2", str(tmp_path), 2) == [[rest]] * 2
+    for name in ("tp=4", "dp=4") if deep else ("tp=4",):
+        (other,) = tasks.train(0, 1, name, str(tmp_path), 2)
+        assert [float.fromhex(x) for x in other] == pytest.approx([float.fromhex(x) for x in rest], rel=1e-6)
+
+
 # ---- all or nothing
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
+
+import vescale_fn as vf
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
@@ -83,6 +89,7 @@ def test_text_too_short(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--mesh", "dp=2,pp"], "argument --mesh: 'pp' is not dp=N or tp=N"),
+        (["--resume"], "--resume needs --save DIR, and does not go with --check"),
         (["--width", "100"], "--width 100 is not a multiple of 64, the size of an attention head"),
     ],
 )
@@ -99,3 +106,64 @@ def test_default_run_learns() -> None:
     held_out = re.search(r"held-out loss (\S+)", done.stdout)
     assert held_out is not None
     assert float(held_out[1]) < 1.8
+
+
+# ---- checkpoints
+
+
+def bits(folder: Path) -> dict[str, bytes]:
+    """Every leaf of a checkpoint."""
+    tensors = {p: x for p, x in vf.load(folder).items() if isinstance(x, torch.Tensor)}
+    return {p: x.flatten().view(torch.uint8).numpy().tobytes() for p, x in tensors.items()}
+
+
+def test_a_resumed_run_is_the_run(tmp_path: Path, deep: bool) -> None:
+    """Bit for bit on the same mesh, in the losses that are shown on another one, of two processes."""
+    whole = run("--steps", "6", "--mesh", "dp=2", "--save", str(tmp_path / "whole"), "--every", "6")
+    assert len(losses(whole)) == 6
+    end_at(3, tmp_path / "part")
+    shutil.copytree(tmp_path / "part", tmp_path / "other")
+    rest = run("--steps", "6", "--mesh", "dp=2", "--save", str(tmp_path / "part"), "--every", "6", "--resume")
+    assert re.search(r"part goes on after step 3$", rest, re.MULTILINE)
+    assert losses(rest) == losses(whole)[3:]
+    assert bits(tmp_path / "part") == bits(tmp_path / "whole")
+    if deep:
+        other = run("--steps", "6", "--mesh", "tp=2", "--save", str(tmp_path / "other"), "--resume", launcher=TORCHRUN)
+        assert losses(other) == losses(whole)[3:]
+
+
+def end_at(step: int, folder: Path) -> None:
+    """Train with a checkpoint after `step`, and kill the job when it is there."""
+    command = [sys.executable, SCRIPT, *SMALL, "--steps", "6", "--mesh", "dp=2", "--save", str(folder)]
+    with subprocess.Popen([*command, "--every", str(step)], stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        for line in job.stdout:
+            if line.startswith("step") and (folder / "checkpoint.json").exists():
+                break
+        job.kill()
+
+
+@pytest.mark.deep
+def test_a_killed_run_goes_on(tmp_path: Path) -> None:
+    """Killed at random moments, 20 times."""
+    rng, found = random.Random(0), []
+    command = [sys.executable, SCRIPT, *SMALL, "--steps", "100000", "--save", str(tmp_path / "run"), "--every", "1"]
+    for _ in range(20):
+        again = ["--resume"] if (tmp_path / "run" / "checkpoint.json").exists() else []
+        with subprocess.Popen([*command, *again], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+            time.sleep(8 + 4 * rng.random())
+            job.kill()
+            assert job.stderr is not None
+            assert not job.stderr.read()
+        found.append(vf.load(tmp_path / "run")["step"])
+    assert found == sorted(found)
+    assert found[-1] > found[0] > 0
+
+
+def test_resume_from_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, SCRIPT, *SMALL, "--resume", "--save", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.strip() == (
+        f"There is no checkpoint in {tmp_path}: it has no checkpoint.json. Give the path that was given to vf.save."
+    )

@@ -163,10 +163,10 @@ def missing_tensors(pattern: str, missing: Sequence[tuple[str, str]], names: Seq
     lines = "".join(
         f"\n  {path}" + (f", looked for as {name}" if name != path else "") + near(name, names) for path, name in first
     )
-    count = f"{len(missing)} tensors" if len(missing) > 1 else "a tensor"
+    count = f"{len(missing)} tensors of like= are" if len(missing) > 1 else "a tensor of like= is"
     more = f"; the first {len(first)}" if len(missing) > 5 else ""
     return (
-        f"vf.load_safetensors: {count} of like= are not in {pattern}{more}:{lines}\n"
+        f"vf.load_safetensors: {count} not in {pattern}{more}:{lines}\n"
         "rename= takes a path of like= to the name in the files."
     )
 

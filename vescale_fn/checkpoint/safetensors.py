@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
@@ -279,7 +280,8 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, metadata: Mapping[
         together.agree(lambda: _end(fresh, file))
     except OSError as e:
         if together.process == 0:
-            fresh.unlink(missing_ok=True)
+            with suppress(OSError):
+                fresh.unlink()
         raise CheckpointError(messages.cannot_write_file(file, e)) from None
 
 
