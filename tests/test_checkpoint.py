@@ -311,7 +311,7 @@ def test_training_goes_on_anywhere(pool: Pool, tmp_path: Path, deep: bool) -> No
     any number of processes (of two: more add up in another order), and to rounding on another mesh."""
     whole, rest = tasks.train(0, 1, "dp=2,tp=2", str(tmp_path), 0, 2)
     assert rest == whole[2:]
-    assert pool.run(tasks.train, "dp=2,tp=2", str(tmp_path), 2) == [[rest]] * 2
+    assert pool.run(tasks.train, "dp=2,tp=2", str(tmp_path), 2, timeout=120) == [[rest]] * 2
     for name in ("tp=4", "dp=4") if deep else ("tp=4",):
         (other,) = tasks.train(0, 1, name, str(tmp_path), 2)
         assert [float.fromhex(x) for x in other] == pytest.approx([float.fromhex(x) for x in rest], rel=1e-6)
