@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 T = TypeVar("T")
 
@@ -76,9 +75,3 @@ def lane() -> Lane:
 def _lane_of(world: dist.ProcessGroup | None) -> Lane:
     alone = world is None or dist.get_world_size() == 1
     return Lane(None if alone else dist.new_group(backend="gloo"))
-
-
-def cause(failures: CheckpointException) -> tuple[int, BaseException]:
-    """The first process that failed, and how."""
-    process = min(failures.failures)
-    return process, failures.failures[process][0]

@@ -8,15 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from vescale_fn.checkpoint import manifest, messages
-from vescale_fn.checkpoint.files import Gone, Reader
-from vescale_fn.checkpoint.lane import Lane, cause, lane
+from vescale_fn.checkpoint.lane import Lane, lane
 from vescale_fn.checkpoint.manifest import Manifest, Stored, Value
 from vescale_fn.checkpoint.messages import CheckpointError
-from vescale_fn.checkpoint.parts import LoadPlanner
 from vescale_fn.checkpoint.targets import described, kind_text, room, targets
 from vescale_fn.sharding.mesh import Mesh
 from vescale_fn.trace import ShapeDtype
@@ -71,24 +67,17 @@ def _load(
     sizes: Mapping[str, int | Sequence[int]],
 ) -> tuple[Any] | None:
     """The loaded tree; None when another checkpoint has taken the place of this one meanwhile."""
+    from vescale_fn.checkpoint.exchange import read  # the first load loads torch.distributed.checkpoint
+
     if like is None:
         like = {path: _described(x) if isinstance(x, Stored) else x for path, x in found.leaves.items()}
     paths, leaves, treedef = flatten_with_paths(like)
     check_tree(folder, found, dict(zip(paths, leaves)), partial)
     goals = targets(like, shardings, mesh, "vf.load", **sizes)
     rooms = {path: room(goal) for path, goal in zip(paths, goals) if goal is not None}
-    reader = Reader(folder, found)
     parts = {path: r.parts for path, r in rooms.items() if 0 not in r.target.shape}
-    group = together.group
-    try:
-        _load_state_dict(parts, reader, process_group=group, no_dist=group is None, planner=LoadPlanner())
-    except CheckpointException as e:
-        gone = any(isinstance(error, Gone) for error, _ in e.failures.values())
-        if gone and together.agree(lambda: manifest.read(folder)).save != found.save:
-            return None
-        raise cause(e)[1] from None
-    finally:
-        reader.close()
+    if not read(folder, found, parts, together):
+        return None
     return (unflatten(treedef, [rooms[p].value() if p in rooms else found.leaves[p] for p in paths]),)
 
 

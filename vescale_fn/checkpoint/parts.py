@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from vescale_fn.checkpoint.boxes import boxes
 from vescale_fn.sharding.layout import WHOLE, Layout, Partial
 from vescale_fn.sharding.mesh import Mesh
+
+if TYPE_CHECKING:  # loaded by the first save or load: it takes as long as all of this package
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 Start = tuple[int, ...]
 
@@ -36,6 +32,9 @@ class Parts:
     views: Mapping[Start, Tensor]
 
     def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         properties, size = TensorProperties(dtype=self.dtype), torch.Size(self.shape)
         return [
             WriteItem(
@@ -47,6 +46,8 @@ class Parts:
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return [ChunkStorageMetadata(torch.Size(at), x.shape) for at, x in self.views.items()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
@@ -84,30 +85,3 @@ def parts_of_ranks(layout: Layout, shards: Mapping[int, Tensor], dtype: torch.dt
 def without_pending(layout: Layout) -> Layout:
     """The layout with whole values in the place of pending reductions."""
     return layout.with_states({a: WHOLE for a, s in zip(layout.mesh.names, layout.states) if isinstance(s, Partial)})
-
-
-class SavePlanner(DefaultSavePlanner):
-    """Plans to save a flat dict of Parts."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        found: Tensor = self.state_dict[index.fqn].__get_tensor_shard__(index)
-        return found
-
-
-class LoadPlanner(DefaultLoadPlanner):
-    """Plans to load into a flat dict of Parts."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        found: Tensor = self.state_dict[index.fqn].__get_tensor_shard__(index)
-        return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import threading
@@ -13,18 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
-from torch.distributed.tensor import DTensor
 
 from vescale_fn import errors
 from vescale_fn.array import Array
 from vescale_fn.checkpoint import messages
-from vescale_fn.checkpoint.files import Writer
-from vescale_fn.checkpoint.lane import Lane, cause, lane
+from vescale_fn.checkpoint.lane import Lane, lane
 from vescale_fn.checkpoint.manifest import Stored, Value
 from vescale_fn.checkpoint.messages import CheckpointError
-from vescale_fn.checkpoint.parts import Parts, SavePlanner, parts_of_shards, parts_of_tensor, without_pending
+from vescale_fn.checkpoint.parts import Parts, parts_of_shards, parts_of_tensor, without_pending
 from vescale_fn.move import move_to
 from vescale_fn.tree import flatten_with_paths
 
@@ -142,7 +137,7 @@ def _parts(path: str, x: Any) -> Parts:
             raise CheckpointError(f"vf.save: {path or 'the tree'}: {errors.abstract_array(str(x.type))}")
         x = move_to(x, without_pending(x.layout))
         return parts_of_shards(x.layout, x.shards, x.mesh)
-    if isinstance(x, DTensor):
+    if _is_dtensor(x):
         raise CheckpointError(messages.distributed_leaf(path))
     if isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind in "biufc":
         x = torch.as_tensor(x)
@@ -152,24 +147,15 @@ def _parts(path: str, x: Any) -> Parts:
     return parts_of_tensor(x.detach().resolve_conj().resolve_neg())
 
 
+def _is_dtensor(x: Any) -> bool:
+    if type(x) in (torch.Tensor, torch.nn.Parameter) or not isinstance(x, torch.Tensor):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(x, DTensor)
+
+
 def _write(folder: Path, leaves: dict[str, Stored | Value], parts: dict[str, Parts], together: Lane) -> None:
-    writer = Writer(folder, leaves)
-    try:
-        _save_state_dict(
-            parts, writer, process_group=together.group, no_dist=together.group is None, planner=SavePlanner()
-        )
-    except CheckpointException as e:
-        writer.give_up()
-        raise _failure(folder, together, *cause(e)) from None
+    from vescale_fn.checkpoint.exchange import write  # the first save loads torch.distributed.checkpoint
 
-
-def _failure(folder: Path, together: Lane, process: int, error: BaseException) -> BaseException:
-    """What a failed save raises."""
-    if not isinstance(error, Exception):
-        return error  # KeyboardInterrupt
-    on = "" if together.group is None else f" (process {process})"
-    if isinstance(error, PermissionError):
-        return CheckpointError(messages.no_permission(folder, on))
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return CheckpointError(messages.disk_full(folder, on))
-    return CheckpointError(messages.cannot_write(folder, on, error))
+    write(folder, leaves, parts, together)
