@@ -23,6 +23,7 @@ from vescale_fn.mesh import process_count as process_count
 from vescale_fn.mesh import process_index as process_index
 from vescale_fn.module import functionalize as functionalize
 from vescale_fn.pjit import disable_pjit as disable_pjit
+from vescale_fn.pjit import eval_shape as eval_shape
 from vescale_fn.pjit import pjit as pjit
 from vescale_fn.placement import device_put as device_put
 from vescale_fn.placement import local_put as local_put

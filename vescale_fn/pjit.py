@@ -127,6 +127,12 @@ class Jitted(Generic[P, R]):
 
         return trace_call(self._signature, self._shardings, self._call(args, kwargs)).traced
 
+    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """What a call would return, as a tree of `ShapeDtype`; see `eval_shape`."""
+        from vescale_fn.request import shapes_of_results
+
+        return shapes_of_results(self._signature, self._shardings, self._call(args, kwargs))
+
     def verify(self, *args: P.args, **kwargs: P.kwargs) -> Verified:
         """Run the plain function and the program for these arguments on virtual ranks, operation by operation, and
         name the first one whose result differs. Nothing is donated."""
@@ -191,6 +197,21 @@ class Jitted(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"pjit({self._signature.name})"
+
+
+def eval_shape(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """The tree that fn(*args, **kwargs) would return, with a `ShapeDtype` in the place of each tensor. Nothing is
+    computed, and nothing allocated.
+
+    Arguments may be tensors, Arrays, `ShapeDtype`s and constants. A number that depends on an argument comes as its
+    type. Raises what tracing raises, as `pjit` does.
+
+    >>> import torch, vescale_fn as vf
+    >>> vf.eval_shape(lambda k: {"w": vf.random.normal(k, (8192, 28672)), "depth": 80}, vf.random.key(0))
+    {'w': ShapeDtype(shape=(8192, 28672), dtype=torch.float32, device='cpu'), 'depth': 80}
+    """
+    jitted = fn if isinstance(fn, Jitted) else pjit(fn)
+    return jitted.eval_shape(*args, **kwargs)
 
 
 @overload

@@ -65,6 +65,16 @@ def trace_call(signature: Signature, shardings: Shardings, call: CallArguments) 
     return Staged(traced, dynamic, out["treedef"])
 
 
+def shapes_of_results(signature: Signature, shardings: Shardings, call: CallArguments) -> Any:
+    """The tree that a call would return, tensors as `ShapeDtype`, numbers that are computed as their types."""
+    staged = trace_call(signature, shardings, call)
+    found = [
+        x if not isinstance(x, Var) else ShapeDtype(x.shape, x.dtype) if x.is_tensor else x.dtype
+        for x in staged.traced.graph.outputs
+    ]
+    return unflatten(staged.out_treedef, found)
+
+
 def _shardings(
     signature: Signature, shardings: Shardings, call: CallArguments, mesh: Mesh | None
 ) -> list[NamedSharding | None]:
