@@ -40,6 +40,8 @@ def infer(e: Eqn, states: Sequence[States], axes: Iterable[str], zeros: Sequence
     states: of each tensor operand, in order. zeros: which operands are known to be zero, and so parts of any sum.
     Raises Unreduced where parts of a sum are given to an operation that is not linear in them.
     """
+    if not e.outs:  # a question about shapes, or a print
+        return {}
     move = move_of(e.op, e.args[1:])
     if move is not None:
         (given,) = states

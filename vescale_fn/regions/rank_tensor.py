@@ -63,6 +63,8 @@ class RankTensor(Tensor):
         kwargs = kwargs or {}
         if func in ALWAYS:
             return ALWAYS[func](*args, **kwargs)
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            return func.decompose(*args, **kwargs)  # below autograd, what is made of other operations comes whole
         out = cls.run(func, args, kwargs)
         note(func, args, kwargs, out, Source())
         return out
@@ -156,10 +158,10 @@ def _of_rank(tree: Any, i: int) -> Any:
 
 
 def _gathered(results: Sequence[Any], mesh: Mesh) -> Any:
-    """Results of the ranks as one: tensors together, and what is no tensor as the first rank has it."""
+    """Results of the ranks as one: tensors together, and what has no values as the first rank has it."""
     first = results[0]
-    if isinstance(first, Tensor):
-        return RankTensor(results, mesh)
+    if isinstance(first, Tensor):  # on the device "meta" there are no values, so the ranks' own are alike
+        return first if first.is_meta else RankTensor(results, mesh)
     if isinstance(first, (tuple, list)):
         return type(first)([_gathered(column, mesh) for column in zip(*results)])
     return first
