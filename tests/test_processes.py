@@ -65,7 +65,8 @@ def test_collectives_inside_loops(pool: Pool) -> None:
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_training_gives_the_same_losses(pool: Pool, processes: int) -> None:
-    """To the bit: groups of two have only one order of adding."""
+    """To the bit: groups of two have only one order of adding. The loss, which four processes add up over both axes, is
+    added in the order of ranks."""
     expected = tasks.train(-1, 1)
     assert pool.run(tasks.train, processes=processes) == [expected] * processes
 
