@@ -13,12 +13,18 @@ from dataclasses import asdict
 from typing import Any
 
 from vescale_fn.sharding.graph import Call, Graph, Scan, Var, equations, op_name, type_text, variables
-from vescale_fn.sharding.layout import Layout, Partial, Ragged, Shard, State, Whole
+from vescale_fn.sharding.layout import Layout, Manual, Partial, Ragged, Shard, State, Whole
 from vescale_fn.sharding.mesh import MeshShape
 from vescale_fn.sharding.plan import Plan
 
 VERSION = 1
-_STATES: dict[str, Callable[..., State]] = {"whole": Whole, "partial": Partial, "shard": Shard, "ragged": Ragged}
+_STATES: dict[str, Callable[..., State]] = {
+    "whole": Whole,
+    "partial": Partial,
+    "shard": Shard,
+    "ragged": Ragged,
+    "manual": Manual,
+}
 _NAMES: dict[Any, str] = {kind: name for name, kind in _STATES.items()}
 
 

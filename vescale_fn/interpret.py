@@ -40,13 +40,13 @@ def evaluate_equation(e: Eqn, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return flat_results(results) if e.outs else []
 
 
-def run_scan(scan: Scan, operands: Sequence[Any]) -> list[Any]:
-    """Final carries, then stacked outputs."""
+def run_scan(scan: Scan, operands: Sequence[Any], evaluate: Evaluate | None = None) -> list[Any]:
+    """Final carries, then stacked outputs. evaluate: as for `run_graph`."""
     consts, first_xs = scan.num_consts, scan.num_consts + scan.num_carry
     carry, xs = list(operands[consts:first_xs]), operands[first_xs:]
     rows: list[list[Any]] = []
     for i in reversed(range(scan.length)) if scan.reverse else range(scan.length):
-        out = run_graph(scan.body, [*operands[:consts], *carry, *(x[i] for x in xs)])
+        out = run_graph(scan.body, [*operands[:consts], *carry, *(x[i] for x in xs)], evaluate)
         carry = out[: scan.num_carry]
         rows.append(out[scan.num_carry :])
     if scan.reverse:

@@ -17,8 +17,10 @@ from vescale_fn.audit import bits
 from vescale_fn.engines.virtual import VirtualEngine
 from vescale_fn.placement import cut
 from vescale_fn.program import Program
+from vescale_fn.regions.lower import OPS as REGION_OPS
+from vescale_fn.regions.rank_tensor import AtOnce, RankTensor, evaluate_on_ranks
 from vescale_fn.sharding.bind import spec_of
-from vescale_fn.sharding.graph import Eqn, Graph, Source, Var, op_name
+from vescale_fn.sharding.graph import Eqn, Graph, Source, Var, equations, map_vars, op_name
 from vescale_fn.sharding.layout import WHOLE, Layout
 from vescale_fn.sharding.mesh import Mesh, MeshShape
 
@@ -65,8 +67,8 @@ def verify(program: Program, graph: Graph, inputs: Sequence[Any], *, rtol: float
     rtol: allowed difference relative to the largest magnitude of a value; by default 1e-9 in float64, 1e-4 in float32,
         2e-2 below.
     """
-    whole = _whole_values(graph, inputs)
     mesh = Mesh(program.mesh)
+    whole = _whole_values(graph, inputs, mesh)
     coords = list(program.mesh.all_coords())
     parts: dict[Var, list[Any]] = {}
     for v, x in zip(program.graph.inputs, inputs, strict=True):
@@ -90,15 +92,24 @@ def _only(program: Program, e: Eqn) -> Program:
     return Program(program.mesh, Graph(e.reads, (e,), e.outs), program.layouts)
 
 
-def _whole_values(graph: Graph, inputs: Sequence[Any]) -> Mapping[Var, Any]:
-    """Every value of a global graph."""
+def _whole_values(graph: Graph, inputs: Sequence[Any], mesh: Mesh) -> Mapping[Var, Any]:
+    """Every value of a global graph; of one in a region, what every rank holds."""
     values: dict[Var, Any] = dict(zip(graph.inputs, inputs, strict=True))
     layouts = {v: Layout.of(_ONE, v.shape) for e in graph.eqns for v in (*e.reads, *e.outs)}
     for e in filter(lambda e: e.outs, graph.eqns):
+        if _in_region(e) or any(isinstance(values[v], RankTensor) for v in e.reads):
+            args, kwargs = map_vars(e.args, values.__getitem__), map_vars(e.kwargs, values.__getitem__)
+            values.update(zip(e.outs, evaluate_on_ranks(e, args, kwargs, AtOnce(mesh))))
+            continue
         program = Program(_ONE, Graph(e.reads, (e,), e.outs), layouts)
         (outs,) = VirtualEngine(Mesh(_ONE)).load(program)([[_own(values[v]) for v in e.reads]])
         values.update(zip(e.outs, outs))
     return values
+
+
+def _in_region(e: Eqn) -> bool:
+    """Whether an equation, or one of a sub-program that it runs, is an operation of regions."""
+    return any(inner.op in REGION_OPS for inner in equations(Graph((), (e,), ())))
 
 
 def _own(x: Any) -> Any:
@@ -129,6 +140,10 @@ def _difference(e: Eqn, v: Var, layout: Layout, ranks: str, gap: float) -> Diffe
 def _regions(parts: Sequence[torch.Tensor], layout: Layout, want: torch.Tensor) -> Any:
     """(ranks, what they hold together, what they should) for each distinct part of the value; where replicas differ,
     the ranks that do, in words, in the place of what they hold."""
+
+    def wanted(rank: int) -> torch.Tensor:
+        return want.parts[rank] if isinstance(want, RankTensor) else want
+
     for first, *others in layout.replicas():
         for r in others:
             if bits(parts[r]) != bits(parts[first]):
@@ -140,11 +155,16 @@ def _regions(parts: Sequence[torch.Tensor], layout: Layout, want: torch.Tensor) 
         operands = {tuple(coords[r][a] for a in pending): parts[r] for r in reversed(ranks)}  # one of each replica
         pieces = torch.stack([operands[k] for k in sorted(operands)])
         got = _REDUCE[layout.partial[0][1]](pieces, 0) if pending else pieces[0]
-        yield f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}", got, cut(want, reduced, coords[ranks[0]])
+        yield (
+            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}",
+            got,
+            cut(wanted(ranks[0]), reduced, coords[ranks[0]]),
+        )
 
 
 def _magnitude(x: torch.Tensor) -> float:
     """The largest finite absolute value, at least a tiny one."""
+    x = torch.stack(x.parts) if isinstance(x, RankTensor) else x
     finite = x[x.isfinite()] if x.dtype.is_floating_point or x.is_complex() else x
     wide = finite.to(torch.complex128 if x.is_complex() else torch.float64)
     return max(float(wide.abs().max()), 1e-30) if wide.numel() else 1e-30

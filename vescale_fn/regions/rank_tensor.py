@@ -19,6 +19,7 @@ from vescale_fn.decompositions import ALWAYS
 from vescale_fn.effects import DEBUG_PRINT
 from vescale_fn.engines import Executable, engine_for
 from vescale_fn.functional import unseen
+from vescale_fn.interpret import evaluate_equation, run_graph, run_scan
 from vescale_fn.local_print import print_once, print_parts
 from vescale_fn.localize.context import Builder
 from vescale_fn.move import move_to
@@ -34,7 +35,7 @@ from vescale_fn.regions.region import note
 from vescale_fn.regions.states import I
 from vescale_fn.regions.typeof import typeof
 from vescale_fn.sharding import comm
-from vescale_fn.sharding.graph import Eqn, Graph, Source, Var
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Source, Var
 from vescale_fn.sharding.layout import MANUAL, WHOLE, Layout
 from vescale_fn.sharding.mesh import Mesh
 from vescale_fn.source import user_source
@@ -142,6 +143,25 @@ def _on_mesh(layout: Layout, mesh: Mesh, others: Any = WHOLE) -> Layout:
     """A layout on the axes of a region, on all axes of the mesh."""
     states = {**dict.fromkeys(mesh.axis_names, others), **dict(zip(layout.mesh.names, layout.states))}
     return Layout.of(mesh.shape, layout.shape, states)
+
+
+def evaluate_on_ranks(e: Eqn, args: Sequence[Any], kwargs: Any, at_once: AtOnce) -> list[Any]:
+    """The results of an equation of a traced graph whose operands are what every rank holds."""
+
+    def evaluate(e: Eqn, args: Sequence[Any], kwargs: Any) -> list[Any]:
+        return evaluate_on_ranks(e, args, kwargs, at_once)
+
+    if isinstance(e.op, Call):
+        return run_graph(e.op.body, args, evaluate)
+    if isinstance(e.op, Scan):
+        return run_scan(e.op, args, evaluate)
+    if e.op is ops.AXIS_INDEX:
+        return [at_once.index(args[0])]
+    if e.op is ops.TO_LOCAL and not isinstance(args[0], RankTensor):
+        return [at_once.parts(args[0], args[1], args[2])]
+    if ops.is_ours(e.op):
+        args = [at_once.same(x) if isinstance(x, Tensor) else x for x in args]
+    return evaluate_equation(e, args, kwargs)
 
 
 # ---- operations on every part
