@@ -169,10 +169,10 @@ class ShardMapped:
         spec, sizes = given
         if not isinstance(y, (Tensor, Array)):
             return y
-        y, where = bring(region, y), path or "the result"
+        y, where = bring(region, y), f"output {path}" if path else "the result"
         if spec is None:
             spec, sizes = Spec(("...",)), {}
-        text = self.bound(region, f"output {where}", "the out_spec", spec, sizes, None, tuple(y.shape))
+        text = self.bound(region, where, "the out_spec", spec, sizes, None, tuple(y.shape))
         axes = str(region.axes)
         expected = boundary_states(text, axes, global_shape(text, axes, y.shape))
         y = self.promised(region, where, y, expected)

@@ -21,6 +21,7 @@ from vescale_fn.form import Form, operand_avals
 from vescale_fn.functional import outside_transforms
 from vescale_fn.loop import Loop
 from vescale_fn.random.scope import per_iteration, resumed
+from vescale_fn.regions.casts import carried
 from vescale_fn.regions.region import Ambient
 from vescale_fn.remat import Policy
 from vescale_fn.sharding.graph import dtype_text
@@ -228,7 +229,7 @@ def _checked(out: Any, before: Any, paths: Sequence[str]) -> tuple[list[Any], An
         arrays = _is_array(a), _is_array(b)
         if arrays[0] != arrays[1] or ((a.shape, a.dtype) != (b.shape, b.dtype) if all(arrays) else a != b):
             raise ValueError(errors.carry_leaf(path, _kind(a), _kind(b)))
-    return new[0], out[1]
+    return [carried(path, a, b) for path, a, b in zip(paths, old[0], new[0])], out[1]
 
 
 def _kind(x: Any) -> str:

@@ -20,7 +20,7 @@ from vescale_fn.regions import ops, texts
 from vescale_fn.regions.infer import Unreduced, boundary_states
 from vescale_fn.regions.marks import states_of
 from vescale_fn.regions.moves import Cast, ToLocal
-from vescale_fn.regions.region import Region, inside
+from vescale_fn.regions.region import Region, current_region, inside
 from vescale_fn.regions.states import COTANGENT, UNCHECKED, I, R, State, U, V, join
 from vescale_fn.source import user_source
 from vescale_fn.trace import current_trace
@@ -118,6 +118,22 @@ def bring(region: Region, x: Any) -> Tensor:
 def cast(x: Tensor, axes: Sequence[str], states: str, region: Region) -> Tensor:
     """The same value in another state along these axes."""
     return Cast(axes_with_sizes(region, axes), states)(x)
+
+
+def carried(path: str, before: Any, after: Any) -> Any:
+    """What a loop hands on, in the state in which it came. Raises RegionError where that says less than it is."""
+    region = current_region()
+    if region is None or not region.checked or not isinstance(after, Tensor):
+        return after
+    after = bring(region, after)
+    for axis, state in (states_of(before) or {}).items():
+        now = (states_of(after) or {}).get(axis, I)
+        if now == state:
+            continue
+        if U in (now, state) or join([now, state]) != state:
+            raise texts.RegionError(texts.carry_state(path, axis, state, now))
+        after = cast(after, [axis], f"{now}->{state}", region)
+    return after
 
 
 def axes_with_sizes(region: Region, axes: Sequence[str]) -> str:

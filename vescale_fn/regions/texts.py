@@ -177,8 +177,8 @@ def mixed(function: str, summed: str, other: str, state: State, axis: str, sourc
         f"it. "
     )
     if state == "V":
-        part = summed or "x"
-        return head + f"Reduce the sum first: {part} = vf.psum({part}, '{axis}')." + _at(source)
+        line = f"{summed} = vf.psum({summed}, '{axis}')" if summed else f"vf.psum(..., '{axis}')"
+        return head + f"Reduce the sum first: {line}." + _at(source)
     return (
         head + f"For a product, write {target} = vf.pcast({target}, '{axis}', to='reduced'); for a sum, "
         f"{target} = vf.pcast({target}, '{axis}', to='unreduced')." + _at(source)
@@ -204,9 +204,10 @@ def reduced_loss(axes: Sequence[str], source: Source) -> str:
 
 
 def carry_state(path: str, axis: str, before: State, after: State) -> str:
+    which = f"the carry {path}" if path else "the carry"
     return (
-        f"vf.scan: the carry {path or 'of the loop'} is {NAMES[before]} over '{axis}' at the start, and {NAMES[after]} "
-        f"after one step. Cast the start: init = vf.pcast(init, '{axis}', to='{NAMES[after]}')."
+        f"vf.scan: {which} is {NAMES[before]} over '{axis}' at the start, and {NAMES[after]} after one step. Cast the "
+        f"start: init = vf.pcast(init, '{axis}', to='{NAMES[after]}')."
     )
 
 
@@ -245,7 +246,7 @@ def no_mesh(name: str) -> str:
 
 def foreign_mesh(name: str, path: str, mesh: object, other: object) -> str:
     return (
-        f"shard_map({name}): {path or 'the argument'} is on mesh {other}, and the region on mesh {mesh}. "
+        f"shard_map({name}): argument {path} is on mesh {other}, and the region on mesh {mesh}. "
         "Move it with vf.device_put, or leave mesh= out."
     )
 
@@ -315,7 +316,7 @@ def pending_at_edge(name: str, path: str, spec: str, kind: str) -> str:
 def broken_promise(name: str, path: str, axis: str, state: State) -> str:
     reduce = f"vf.psum(x, '{axis}')" if state != "V" else f"vf.psum(x, '{axis}') or another reduction"
     return (
-        f"shard_map({name}): output {path} is {NAMES[state]} over '{axis}', but its out_spec does not name '{axis}', "
+        f"shard_map({name}): {path} is {NAMES[state]} over '{axis}', but its out_spec does not name '{axis}', "
         f"which promises the same value on all of its ranks. Make it the same with {reduce}, or name '{axis}' in the "
         "out_spec, as in 'b/" + axis + " ...'."
     )
@@ -323,7 +324,7 @@ def broken_promise(name: str, path: str, axis: str, state: State) -> str:
 
 def not_a_sum(name: str, path: str, axis: str, state: State) -> str:
     return (
-        f"shard_map({name}): the out_spec of output {path} says {{sum: {axis}}}, but the value is {NAMES[state]} over "
+        f"shard_map({name}): the out_spec of {path} says {{sum: {axis}}}, but the value is {NAMES[state]} over "
         f"'{axis}'. Write vf.pcast(x, '{axis}', to='unreduced') first."
     )
 
