@@ -26,3 +26,15 @@ def printed(process: int, processes: int) -> str:
         vf.pjit(step)(x)
         step(x)
     return out.getvalue()
+
+
+def watched(process: int, processes: int) -> str:
+    """What a watched step says on this process; rank 1 makes a NaN."""
+    mesh = vf.make_mesh(dp=2)
+    x = vf.device_put(torch.tensor([1.0, 2.0, -3.0, 4.0]), "d/dp", mesh)
+    try:
+        with vf.debug(nans=True):
+            vf.pjit(lambda x: x.log().sum())(x)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return "nothing"

@@ -194,6 +194,19 @@ def test_in_a_region() -> None:
     assert out.getvalue().splitlines() == once + parts
 
 
+def test_a_line_that_waits_for_a_transfer_holds_back_the_next() -> None:
+    def step(x: Any) -> Any:
+        vf.debug_print("whole {}", x)
+        vf.debug_print("part {}", x, per_rank=True)
+        vf.call(lambda x: vf.debug_print("inside {}", x, per_rank=True), x)
+        return x.sum()
+
+    words = [line.split(": ")[-1].split()[0] for line in printed(step, vector())]
+    text = vf.pjit(step).lower(vector()).as_text()
+    assert text.index("'whole") < text.index("'part") < text.index("'inside")
+    assert words == ["whole", *["part", "inside"] * 4]
+
+
 # ---- what is printed
 
 

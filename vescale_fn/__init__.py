@@ -14,6 +14,7 @@ from vescale_fn.checkpoint import load_safetensors as load_safetensors
 from vescale_fn.checkpoint import save as save
 from vescale_fn.checkpoint import save_safetensors as save_safetensors
 from vescale_fn.checkpoint import state_dict as state_dict
+from vescale_fn.debug import debug as debug
 from vescale_fn.debug_print import debug_print as debug_print
 from vescale_fn.lowered import Lowered as Lowered
 from vescale_fn.mesh import abstract_mesh as abstract_mesh
@@ -22,6 +23,7 @@ from vescale_fn.mesh import print0 as print0
 from vescale_fn.mesh import process_count as process_count
 from vescale_fn.mesh import process_index as process_index
 from vescale_fn.module import functionalize as functionalize
+from vescale_fn.nonfinite import NonFiniteError as NonFiniteError
 from vescale_fn.pjit import disable_pjit as disable_pjit
 from vescale_fn.pjit import eval_shape as eval_shape
 from vescale_fn.pjit import pjit as pjit

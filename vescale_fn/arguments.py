@@ -15,6 +15,7 @@ import torch
 
 from vescale_fn import errors
 from vescale_fn.array import Array, ArrayType
+from vescale_fn.debug import current_debug
 from vescale_fn.sharding.mesh import Mesh
 from vescale_fn.trace import ShapeDtype
 from vescale_fn.tree import flatten, flatten_with_paths
@@ -65,6 +66,7 @@ def ambient_key() -> tuple[Any, ...]:
     return (
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
+        current_debug(),
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
     )

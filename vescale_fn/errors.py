@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def one_line(items: Sequence[object]) -> str:
@@ -164,6 +164,19 @@ def many_values(fn: str, path: str, count: int) -> str:
     return (
         f"{fn}: {path} has taken {count} different values, and a new program is made for each. "
         "Pass a tensor or a float if the value varies from call to call."
+    )
+
+
+def many_shapes(fn: str, count: int, shapes: Mapping[str, Sequence[tuple[int, ...]]]) -> str:
+    def text(found: Sequence[tuple[int, ...]]) -> str:
+        return one_line([list(s) for s in found[:5]]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+
+    paths = [f"{path} has been {text(found)}" for path, found in shapes.items()]
+    more = f"; and {len(paths) - 3} other arguments changed too" if len(paths) > 3 else ""
+    return (
+        f"{fn} has been lowered for {count} sets of shapes, each of which takes a trace and a solve: "
+        f"{'; '.join(paths[:3])}{more}. Pad to one shape, or to a few, with a mask, and leave out a last batch that is "
+        "short (DataLoader(drop_last=True))."
     )
 
 

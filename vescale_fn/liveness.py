@@ -12,6 +12,9 @@ import torch
 from vescale_fn.sharding.comm import COLLECTIVES, COMMS, Slice
 from vescale_fn.sharding.graph import Eqn, Graph, Var, vars_in
 
+# Modules whose functions write nothing, and return nothing or memory of their own.
+_CLEAN = frozenset({"vescale_fn.local_ops", "vescale_fn.local_print", "vescale_fn.nonfinite"})
+
 
 def last_uses(graph: Graph) -> dict[int, tuple[Var, ...]]:
     """The Vars that nothing reads after equation i (-1: after the inputs arrive), in order of definition.
@@ -127,5 +130,5 @@ def may_write(op: Any) -> bool:
 
 
 def _makes_new(op: Any) -> bool:
-    """The functions of these modules promise to write nothing and to return memory of their own."""
-    return getattr(op, "__module__", "") in ("vescale_fn.local_ops", "vescale_fn.local_print")
+    """Whether `op` writes nothing and returns memory of its own."""
+    return getattr(op, "__module__", "") in _CLEAN

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vescale_fn.cost_report import CollectiveTable, Cost
+    from vescale_fn.debug import Debug
     from vescale_fn.engines import Executable
     from vescale_fn.memory import MemoryStats
     from vescale_fn.program import Program
@@ -33,6 +34,8 @@ class Request:
     donated: indices of inputs whose storage may be reused.
     rules: extra sharding rules by operation.
     regather: backward gathers parameters again.
+    paths: what the inputs that are arguments are called.
+    debug: what the program watches for.
     """
 
     mesh: Mesh
@@ -43,6 +46,8 @@ class Request:
     donated: frozenset[int]
     rules: Mapping[Any, Any]
     regather: bool = False
+    paths: tuple[str, ...] = ()
+    debug: Debug | None = None
 
 
 @dataclass(frozen=True, eq=False)

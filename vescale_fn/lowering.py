@@ -13,7 +13,7 @@ from vescale_fn.decompositions import ON_INTENT
 from vescale_fn.fused import RULES as UPDATE_RULES
 from vescale_fn.lowered import Lowered, Request
 from vescale_fn.partition import partition
-from vescale_fn.passes import optimize
+from vescale_fn.passes import optimize, watch_values
 from vescale_fn.plan_cache import PlanCache
 from vescale_fn.primitives import RESHARD, constraints
 from vescale_fn.random.bits import RULES as RANDOM_RULES
@@ -56,7 +56,10 @@ def lower(name: str, traced: Traced, request: Request, cache_dir: Path | None = 
         plan = kept.plan(graph, lambda: _solved(graph, request, rule))
     _warn_of_missing_rules(plan, rule)
     program = replace(partition(plan), donated=request.donated)
-    return Lowered(name, traced, request, plan, optimize(program, gather_again=request.regather))
+    program = optimize(program, gather_again=request.regather, in_place=request.debug is None)
+    if request.debug is not None:
+        program = watch_values(program, name, request.paths, request.debug.infs)
+    return Lowered(name, traced, request, plan, program)
 
 
 def _warn_of_missing_rules(plan: Plan, rule: RuleFor) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -20,20 +19,20 @@ from vescale_fn import errors
 from vescale_fn.arguments import CallArguments, Shardings, Signature, ambient_key, check_hashable, leaf_key
 from vescale_fn.array import Array
 from vescale_fn.audit import audit
+from vescale_fn.debug import current_debug
 from vescale_fn.loaded import CallForm, Loaded
 from vescale_fn.lowered import Lowered
 from vescale_fn.register import UserRule, entries
 from vescale_fn.sharding.mesh import Mesh
 from vescale_fn.trace import Traced, current_trace
 from vescale_fn.tree import flatten
+from vescale_fn.variety import Variety
 
 if TYPE_CHECKING:
     from vescale_fn.verify import Verified
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-MANY_VALUES = 8  # of a Python int, before a warning says that each makes a new program
 
 _disabled: ContextVar[bool] = ContextVar("vescale_fn_pjit_disabled", default=False)
 
@@ -86,7 +85,7 @@ class Jitted(Generic[P, R]):
         self._options = options
         self._cache: dict[Any, Loaded] = {}
         self._static_floats: dict[Any, list[int]] = {}  # key -> leaves whose value the program depends on
-        self._constants: dict[str, set[int]] = {}  # path -> the ints it has been
+        self._variety = Variety(signature.name)
         self._hits = 0
         self._calls = 0
 
@@ -165,18 +164,15 @@ class Jitted(Generic[P, R]):
         signature = self._signature
         staged = trace_call(signature, self._shardings, call)
         request = request_of(signature, self._shardings, call, staged, dict(self._options.rules))
-        donated = request.donated
-        request = replace(
-            request, donated=frozenset() if self._options.safe else donated, regather=self._options.regather
-        )
+        donated, paths, watched = request.donated, tuple(call.paths[i] for i in staged.dynamic), current_debug()
+        reused = frozenset[int]() if self._options.safe or watched else donated
+        request = replace(request, donated=reused, regather=self._options.regather, paths=paths, debug=watched)
         lowered = lower(signature.name, staged.traced, request, self._options.cache_dir)
-        return lowered, CallForm(
-            staged.dynamic, tuple(call.paths[i] for i in staged.dynamic), donated, staged.out_treedef
-        )
+        return lowered, CallForm(staged.dynamic, paths, donated, staged.out_treedef)
 
     def _load(self, key: Any, call: CallArguments) -> Loaded:
         """Lower and keep the program for a call."""
-        self._warn_of_many_values(call)
+        self._variety.note(call)
         lowered, form = self._lower(call)
         run = None
         if lowered.request.mesh.kind != "abstract":
@@ -186,14 +182,6 @@ class Jitted(Generic[P, R]):
             self._static_floats[key] = [form.dynamic[k] for k in sorted(lowered.traced.static)]
         self._cache[self._with_floats(key, call.leaves)] = loaded
         return loaded
-
-    def _warn_of_many_values(self, call: CallArguments) -> None:
-        for path, x in zip(call.paths, call.leaves):
-            if type(x) is int:
-                seen = self._constants.setdefault(path, set())
-                seen.add(x)
-                if len(seen) == MANY_VALUES + 1:
-                    warnings.warn(errors.many_values(self._signature.name, path, len(seen)), stacklevel=5)
 
     def __repr__(self) -> str:
         return f"pjit({self._signature.name})"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vescale_fn.codegen import Code
+from vescale_fn.nonfinite import FirstFound
 from vescale_fn.sharding.mesh import rank_text
 from vescale_fn.site import Site, Start, Wait
 
@@ -57,7 +58,11 @@ class LockStep:
 
     def run(self, inputs: list[list[Any]]) -> list[list[Any]]:
         """Run all ranks to the end."""
-        runs = [self.on_rank(i, self.code.function, args, k) for i, (args, k) in enumerate(zip(inputs, self.constants))]
+        watch, runs = FirstFound(), []
+        for i, (args, k) in enumerate(zip(inputs, self.constants)):
+            with watch:
+                runs.append(self.on_rank(i, self.code.function, args, k))
+        watch.raise_first()
         if not self.code.communicates:
             return runs
         answers: list[Iterator[Tensor] | None] = [None] * len(runs)
@@ -67,9 +72,11 @@ class LockStep:
             for i, run in enumerate(runs):
                 answer, answers[i] = answers[i], None
                 try:
-                    requests.append(self.on_rank(i, run.send, answer))
+                    with watch:
+                        requests.append(self.on_rank(i, run.send, answer))
                 except StopIteration as stop:
                     results.append(stop.value)
+            watch.raise_first()
             if not requests:
                 return results
             what = _same_request(requests, results)

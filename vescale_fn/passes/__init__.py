@@ -15,6 +15,7 @@ from vescale_fn.passes.in_place import update_in_place
 from vescale_fn.passes.late import view_late
 from vescale_fn.passes.overwrite import overwrite_operands
 from vescale_fn.passes.regather import regather
+from vescale_fn.passes.watch import watch_values
 from vescale_fn.passes.wide import reduce_wide
 from vescale_fn.program import Program
 
@@ -35,10 +36,15 @@ PASSES = (
 )
 
 
-def optimize(program: Program, *, gather_again: bool = False) -> Program:
-    """Every pass, in order. `gather_again`: backward gathers parameters anew instead of keeping forward's."""
+IN_PLACE = (overwrite_operands, update_in_place)
+
+
+def optimize(program: Program, *, gather_again: bool = False, in_place: bool = True) -> Program:
+    """Every pass, in order. `gather_again`: backward gathers parameters anew instead of keeping forward's. `in_place`:
+    operations may write over their operands."""
     for run in (*PASSES[:2], regather, *PASSES[2:]) if gather_again else PASSES:
-        program = run(program)
+        if in_place or run not in IN_PLACE:
+            program = run(program)
     return program
 
 
@@ -59,4 +65,5 @@ __all__ = [
     "update_apart",
     "update_in_place",
     "view_late",
+    "watch_values",
 ]

@@ -6,7 +6,7 @@ waits for. Done where the trace has it, it would wait for a transfer that could 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from vescale_fn.passes.common import is_pure
@@ -14,7 +14,7 @@ from vescale_fn.passes.first import SMALL, hides
 from vescale_fn.passes.late import shows
 from vescale_fn.program import Program
 from vescale_fn.sharding.comm import COLLECTIVES, AllReduce, ReduceScatter
-from vescale_fn.sharding.graph import Eqn, Var
+from vescale_fn.sharding.graph import Eqn, Var, has_effect
 
 
 def finish_last(program: Program) -> Program:
@@ -26,9 +26,24 @@ def finish_last(program: Program) -> Program:
     late = _finishing(program, eqns[:after])
     before = [e for e in eqns[:after] if e not in late]
     behind = [*(e for e in eqns[:after] if e in late), *eqns[after:]]
-    arrives = arrivals([*before, *behind])
-    behind.sort(key=lambda e: max((arrives.get(v, -1) for v in e.reads), default=-1))
+    turn = _turns(behind, arrivals([*before, *behind]))
+    behind.sort(key=turn.__getitem__)
     return replace(program, graph=replace(program.graph, eqns=(*before, *behind)))
+
+
+def _turns(eqns: Sequence[Eqn], arrives: Mapping[Var, int]) -> dict[Eqn, int]:
+    """For each equation the transfer after which its turn comes. Effects keep their order, and what reads one that has
+    waited for another comes after it."""
+    turns: dict[Eqn, int] = {}
+    made: dict[Var, int] = {}
+    last = -1  # effect
+    for e in eqns:
+        turn = max((max(arrives.get(v, -1), made.get(v, -1)) for v in e.reads), default=-1)
+        if has_effect(e):
+            turn = last = max(turn, last)
+        turns[e] = turn
+        made.update(dict.fromkeys(e.outs, turn))
+    return turns
 
 
 def end_of_work(eqns: Sequence[Eqn]) -> int:
