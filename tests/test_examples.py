@@ -121,19 +121,19 @@ def test_a_resumed_run_is_the_run(tmp_path: Path, deep: bool) -> None:
     """Bit for bit on the same mesh, in the losses that are shown on another one, of two processes."""
     whole = run("--steps", "6", "--mesh", "dp=2", "--save", str(tmp_path / "whole"), "--every", "6")
     assert len(losses(whole)) == 6
-    end_at(3, tmp_path / "part")
+    end_at(4, tmp_path / "part")
     shutil.copytree(tmp_path / "part", tmp_path / "other")
     rest = run("--steps", "6", "--mesh", "dp=2", "--save", str(tmp_path / "part"), "--every", "6", "--resume")
-    assert re.search(r"part goes on after step 3$", rest, re.MULTILINE)
-    assert losses(rest) == losses(whole)[3:]
+    assert re.search(r"part goes on after step 4$", rest, re.MULTILINE)
+    assert losses(rest) == losses(whole)[4:]
     assert bits(tmp_path / "part") == bits(tmp_path / "whole")
     if deep:
         other = run("--steps", "6", "--mesh", "tp=2", "--save", str(tmp_path / "other"), "--resume", launcher=TORCHRUN)
-        assert losses(other) == losses(whole)[3:]
+        assert losses(other) == losses(whole)[4:]
 
 
 def end_at(step: int, folder: Path) -> None:
-    """Train with a checkpoint after `step`, and kill the job when it is there."""
+    """Train with a checkpoint after `step`, of six, and no later one; kill the job when it is there."""
     command = [sys.executable, SCRIPT, *SMALL, "--steps", "6", "--mesh", "dp=2", "--save", str(folder)]
     with subprocess.Popen([*command, "--every", str(step)], stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None
