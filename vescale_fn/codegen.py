@@ -201,7 +201,8 @@ class _Function:
     def define(self, v: Var) -> str:
         """A local name of v. Two Vars of one name stay apart."""
         name = _word(v.name)
-        self.local[v] = name if name not in self.used else self.module.fresh(name)
+        taken = name in self.used or name in self.module.reserved
+        self.local[v] = self.module.fresh(name) if taken else name
         self.used.add(self.local[v])
         return self.local[v]
 
