@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from programs.specs import mesh_for, spec_for
 from test_export import run_exported
 from torch.func import grad, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from worker_pool import Pool
 
@@ -302,6 +303,37 @@ def test_attention_with_dropout(causal: bool) -> None:
         torch.testing.assert_close(b, c, rtol=1e-12, atol=1e-12)
 
 
+def test_attention_with_dropout_never_uses_a_fused_kernel() -> None:
+    """Which would be chosen on a GPU, and draws by itself."""
+
+    seen: set[str] = set()
+
+    class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.add(op_name(func) if torch.backends.cuda.flash_sdp_enabled() else "explicit")
+            return func(*args, **(kwargs or {}))
+
+    x = torch.rand(1, 2, 4, 8)
+    with Probe(), vf.random.scope(KEY):
+        F.scaled_dot_product_attention(x, x, x, None, 0.5)
+        F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+    assert seen == {"explicit"}
+    seen.clear()
+    with vf.random.scope(KEY), Probe():
+        F.scaled_dot_product_attention(x, x, x)
+    assert "aten._scaled_dot_product_flash_attention_for_cpu" in seen
+    assert said(lambda: _fused(x), NotImplementedError) == (
+        "aten._scaled_dot_product_flash_attention drops in a kernel that has numbers of its own. Inside "
+        "vf.random.scope call F.scaled_dot_product_attention, or choose the kernel that leaves dropout to torch: "
+        "with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)."
+    )
+
+
+def _fused(x: torch.Tensor) -> Any:
+    with vf.random.scope(KEY):
+        return torch.ops.aten._scaled_dot_product_flash_attention(x, x, x, 0.5)
+
+
 # ---- sub-programs and transforms
 
 
@@ -540,3 +572,18 @@ def test_uses_of_a_key_that_are_none_twice() -> None:
         return grad(loss)(x) + grad(loss)(x + 1) + noise + rows.sum(0)
 
     assert_same(step, KEY, X)
+
+
+def test_regions_draw_by_the_key_that_a_rank_has() -> None:
+    mesh = vf.make_mesh(dp=2)
+
+    def body(key: torch.Tensor, x: torch.Tensor) -> Any:
+        with vf.random.scope(vf.random.fold_in(key, vf.axis_index("dp"))):
+            return F.dropout(x, 0.5), vf.random.normal(key, (3,))
+
+    region = vf.shard_map(body, mesh=mesh, in_specs=("_", "a/dp b"), out_specs=("a/dp b", "c"))
+    dropped, shared = vf.pjit(region, mesh=mesh)(KEY, X)
+    for rank, part in enumerate(X.split(4)):
+        with vf.random.scope(vf.random.fold_in(KEY, rank)):
+            assert torch.equal(dropped.full()[4 * rank : 4 * rank + 4], F.dropout(part, 0.5))
+    assert torch.equal(shared.full(), vf.random.normal(KEY, (3,)))

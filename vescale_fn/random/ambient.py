@@ -32,7 +32,8 @@ def draw_like(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], source: C
     if not _draws(op, args, kwargs):
         return op(*args, **kwargs)
     if op not in DRAWS:
-        raise NotImplementedError(errors.unknown_draw(op_name(op)))
+        fused = "attention" in op_name(op)
+        raise NotImplementedError((errors.fused_attention if fused else errors.unknown_draw)(op_name(op)))
     given = named(op, args, kwargs)
     if given.pop("generator", None) is not None:
         raise ValueError(errors.has_generator(op_name(op)))

@@ -77,6 +77,14 @@ def unknown_draw(op: str) -> str:
     )
 
 
+def fused_attention(op: str) -> str:
+    return (
+        f"{op} drops in a kernel that has numbers of its own. Inside vf.random.scope call "
+        "F.scaled_dot_product_attention, or choose the kernel that leaves dropout to torch: "
+        "with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)."
+    )
+
+
 def has_generator(op: str) -> str:
     return (
         f"{op} was given a generator= inside vf.random.scope, which has a key instead. Leave generator= out, or draw "

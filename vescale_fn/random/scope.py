@@ -12,7 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from vescale_fn.array import Array
@@ -49,6 +52,17 @@ def scope(key: Any) -> Scope:
     return Scope(key)
 
 
+class _ExplicitAttention(TorchFunctionMode):
+    """Attention with dropout as products, a softmax and a dropout: fused kernels make masks of their own."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and (args[4:5] or (kwargs.get("dropout_p", 0),))[0]:
+            with sdpa_kernel(SDPBackend.MATH):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
 class Scope(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A key, and how many draws have been made with it."""
 
@@ -60,6 +74,16 @@ class Scope(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise TypeError(errors.array_key(key))
         self.key = _plain(key if self.trace is None else self.trace.bring(key))
         self.count = count
+        self._attention = _ExplicitAttention()
+
+    def __enter__(self) -> Scope:
+        self._attention.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._attention.__exit__(*error)  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
