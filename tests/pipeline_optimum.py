@@ -16,8 +16,11 @@ from vescale_fn.schedules.pipeline import Costs
 Op = tuple[str, int, int]
 
 
-def shortest_makespan(placement: Sequence[int], m: int, costs: Costs, limits: Sequence[float], horizon: float) -> float:
-    """The optimum over tables with split backward; `horizon` is the makespan of some legal table."""
+def shortest_makespan(
+    placement: Sequence[int], m: int, costs: Costs, limits: Sequence[float], horizon: float
+) -> int | None:
+    """The optimum over tables with split backward, for costs that are integers; `horizon` is the makespan of some legal
+    table. None where HiGHS reports numerical trouble."""
     last = len(placement) - 1
     durations, growth = costs.durations(), costs.growth()
     ops = [(kind, s, k) for kind in "FIW" for s in range(last + 1) for k in range(m)]
@@ -87,8 +90,11 @@ def shortest_makespan(placement: Sequence[int], m: int, costs: Costs, limits: Se
         integrality=whole,
         options={"mip_rel_gap": 0},
     )
+    if found.status == 4:
+        return None
     assert found.status == 0, found.message
-    return float(found.fun)
+    assert abs(found.fun - round(found.fun)) < 1e-4  # costs are integers
+    return round(found.fun)
 
 
 def _decided(a: Op, b: Op) -> int:

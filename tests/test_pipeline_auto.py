@@ -54,7 +54,8 @@ def optimum_cases(n: int) -> Iterator[tuple[int, int, int, int]]:
         yield seed, 2, 2, 2
 
 
-def one_is_optimal(seed: int, p: int, m: int, v: int) -> None:
+def one_is_optimal(seed: int, p: int, m: int, v: int) -> bool:
+    """Whether integer programming finished, and so compared."""
     rng = random.Random(1000 + seed)
     placements = [loop(p, v), vee(p)] if v == 2 else [loop(p, v)]
     costs = random_costs(rng, p * v)
@@ -63,20 +64,32 @@ def one_is_optimal(seed: int, p: int, m: int, v: int) -> None:
     assert found.optimal
     assert found.timeline.makespan == simulate(found.table, costs).makespan
     check(found.table, memory=limits, costs=costs)
-    exact = min(shortest_makespan(pl, m, costs, limits, total(costs, m)) for pl in placements)
-    assert found.timeline.makespan == round(exact)
-    assert abs(exact - round(exact)) < 1e-4
+    exact = [shortest_makespan(pl, m, costs, limits, total(costs, m)) for pl in placements]
+    if None not in exact:
+        assert found.timeline.makespan == min(e for e in exact if e is not None)
+    return None not in exact
 
 
 @pytest.mark.parametrize(("seed", "p", "m", "v"), optimum_cases(20))
 def test_optimal_where_integer_programming_finishes(seed: int, p: int, m: int, v: int) -> None:
-    one_is_optimal(seed, p, m, v)
+    assert one_is_optimal(seed, p, m, v)
+
+
+def test_optimal_where_a_half_takes_no_time() -> None:
+    """A last stage without weights: what takes no time starts and ends at once, and is a choice all the same."""
+    costs = Costs.of(
+        3, forward=[3, 8, 9], backward_input=[9, 7, 9], backward_weight=[2, 8, 0], transfer=1, activation=[3, 3, 1],
+        kept=[2, 0, 1],
+    )  # fmt: skip
+    found = auto(3, 4, costs=costs, memory=[1000, 6, 1000])
+    assert found.optimal
+    assert found.timeline.makespan == shortest_makespan(loop(3, 1), 4, costs, [1000, 6, 1000], 1000) == 111
 
 
 @pytest.mark.deep
 def test_optimal_where_integer_programming_finishes_many_times() -> None:
-    for case in optimum_cases(400):
-        one_is_optimal(*case)
+    finished = [one_is_optimal(*case) for case in optimum_cases(400)]
+    assert sum(finished) >= 0.95 * len(finished)
 
 
 def every_order(ops: list[tuple[str, int, int]]) -> Iterator[list[tuple[str, int, int]]]:

@@ -126,15 +126,14 @@ def _late_weights(stage: int, m: int, first: int, late: int) -> list[Action]:
 def zbv(p: int, m: int, v: int) -> Rows:
     """Two chunks on a rank, down and up again: the rank that runs the first stage runs the last one, too, and starts
     backward as soon as a microbatch has gone round. At equal costs and m >= 2p no rank waits after its first action,
-    with the memory of 1F1B. For fewer microbatches, the shortest of three ways to leave the others out."""
-    whole = [_zbv_row(p, max(m, 2 * p), r) for r in range(p)]
+    with the memory of 1F1B. For fewer microbatches, the shortest of: the same rows, those of 2p - 1 microbatches
+    without the ones that are not there, and list scheduling."""
     if m >= 2 * p:
-        return whole
+        return [_zbv_row(p, m, r) for r in range(p)]
     return shortest(
         vee(p),
         m,
-        [[a for a in row if a.microbatch < m] for row in whole],
-        [_zbv_row(p, m, r) for r in range(p)],
+        *([[a for a in _zbv_row(p, n, r) if a.microbatch < m] for r in range(p)] for n in (m, 2 * p - 1)),
         greedy(vee(p), m, Costs.of(2 * p), [2 * p] * p, lambda kind, s, k: ("IFW".index(kind), k, -s)),
     )
 

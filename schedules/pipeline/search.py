@@ -138,7 +138,11 @@ class Search:
             return
         end, first = min((start + self.kinds[i].duration, i) for start, i in able)
         rank = self.kinds[first].rank
-        choices = [(start, i) for start, i in able if self.kinds[i].rank == rank and (start < end or not self.active)]
+        choices = [
+            (start, i)
+            for start, i in able
+            if self.kinds[i].rank == rank and (start < end or i == first or not self.active)  # first may take no time
+        ]
         for _, i in sorted(choices, key=lambda c: (c[0], self.kinds[c[1]].kind == "W", -self.kinds[c[1]].tail)):
             self._place(i)
         if not self.active:
