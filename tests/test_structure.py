@@ -15,7 +15,7 @@ LAYERS = {
     "values": "names program errors tree mesh shardings array array_text random.errors random.philox",
     "trace": "trace trace_errors trace_modes indexing ambient source functional strided effects fx_graph dead_code "
     "interpret decompositions decompositions_norm remat cast primitives debug debug_print subprogram form loop split "
-    "random regions",
+    "halves random regions",
     "partition": "regions.lower decompose fused register local_ops local_print localize partition",
     "optimize": "liveness nonfinite passes",
     "run": "site codegen engines text cost_report memory export inline inductor",

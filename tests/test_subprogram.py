@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.func import grad, grad_and_value, hessian, jacrev, jvp, vmap
+from torch.func import grad, grad_and_value, hessian, jacrev, jvp, vjp, vmap
 
 import vescale_fn as vf
 from vescale_fn.interpret import run_graph
 from vescale_fn.primitives import RESHARD, reshard
-from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, equations
 from vescale_fn.subprogram import call, scan
 from vescale_fn.trace import Aval, Traced, trace_flat
 from vescale_fn.tree import flatten
@@ -418,3 +418,32 @@ def test_errors(run: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError) as e:  # the same inside a trace
         trace(lambda x: (run(), x), ARGS[:1])
     assert str(e.value) == message
+
+
+def test_the_pull_back_of_a_vjp_reads_residuals_as_that_of_grad_does() -> None:
+    """It runs when its transform is over, and nothing follows its operands any more: forward need not run again."""
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return scan(lambda c, row: (torch.sin(c * row), None), x[0], call(torch.exp, x))[0].sum()
+
+    def pulled(x: torch.Tensor) -> torch.Tensor:
+        value, pull = vjp(loss, x)
+        (gradient,) = pull(torch.ones_like(value))
+        return gradient
+
+    of_vjp, of_grad = (trace_flat(lambda x, fn=fn: [fn(x)], [Aval((3, 2), F64)]).graph for fn in (pulled, grad(loss)))
+    for graph in (of_vjp, of_grad):
+        ops = [str(e.op) for e in equations(graph)]
+        assert (ops.count("aten.exp.default"), ops.count("aten.sin.default")) == (1, 1)
+    x = torch.rand(3, 2, dtype=F64)
+    assert torch.equal(run_graph(of_vjp, [x])[0], grad(loss)(x))
+
+
+def test_a_vjp_within_grad_is_still_differentiated() -> None:
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        value, pull = vjp(lambda x: call(lambda y: (y**3).sum(), x), x)
+        return (pull(torch.ones_like(value))[0] ** 2).sum()
+
+    x = torch.rand(3, dtype=F64)
+    (traced,) = run_graph(trace_flat(lambda x: [grad(norm)(x)], [Aval((3,), F64)]).graph, [x])
+    torch.testing.assert_close(traced, 36 * x**3, rtol=1e-13, atol=0)

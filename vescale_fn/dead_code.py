@@ -31,7 +31,7 @@ def _pruned(e: Eqn, alive: set[Var]) -> Eqn:
         body, operands = _restricted(e.op.body, results)
         op: Scan | Call = replace(e.op, body=body)
     else:
-        results = _needed_results(e.op, results)
+        results = needed_results(e.op, results)
         body, operands = _restricted(e.op.body, results, keep=[e.op.num_consts + i for i in _carries(e.op, results)])
         op = replace(
             e.op,
@@ -68,8 +68,8 @@ def _carries(scan: Scan, results: Sequence[int]) -> list[int]:
     return [i for i in results if i < scan.num_carry]
 
 
-def _needed_results(scan: Scan, results: Sequence[int]) -> list[int]:
-    """Results that are needed when `results` are, carries included that the body reads for something needed."""
+def needed_results(scan: Scan, results: Sequence[int]) -> list[int]:
+    """Indices of what is needed when `results` are: they, and carries that the body reads for something needed."""
     needed = set(results)
     carry_in = {v: i for i, v in enumerate(scan.body.inputs[scan.num_consts :][: scan.num_carry])}
     while True:

@@ -189,10 +189,12 @@ def apply(loop: Loop, operands: Sequence[Any]) -> tuple[Tensor, ...]:
 
 
 def requires_grad(x: Any, below: int | None = None) -> bool:
-    """Whether any grad transform under way follows x, at a level lower than `below` if given."""
+    """Whether any grad transform under way follows x, at a level lower than `below` if given. (The pull-back of a vjp
+    runs when its own transform is over: what that had wrapped is dead, and nobody follows it.)"""
     functorch = torch._C._functorch
     while isinstance(x, Tensor):
-        if x.requires_grad and (below is None or functorch.maybe_get_level(x) < below):
+        dead = functorch.is_functorch_wrapped_tensor(x) and functorch.is_dead_tensor_wrapper(x)  # type: ignore[attr-defined]
+        if not dead and x.requires_grad and (below is None or functorch.maybe_get_level(x) < below):
             return True
         if not functorch.is_functorch_wrapped_tensor(x):
             return False

@@ -32,7 +32,7 @@ def split(
     forward = [e for e in joint.eqns if e not in late]
     gradients = joint.outputs[num_results:]
     policy = as_policy(remat)
-    again = _recomputed(forward, constants) if policy is None else _not_kept(forward, policy)
+    again = recomputed(forward, constants) if policy is None else _not_kept(forward, policy)
     needed = _needed_before(joint, gradients, late, again)
     residuals = list(dict.fromkeys(v for e in forward if e not in again for v in e.outs if v in needed))
     results = (*joint.outputs[:num_results], *residuals)
@@ -71,7 +71,7 @@ def _dependents(graph: Graph, inputs: Collection[Var]) -> set[Eqn]:
     return found
 
 
-def _recomputed(forward: Sequence[Eqn], constants: Collection[Var]) -> set[Eqn]:
+def recomputed(forward: Sequence[Eqn], constants: Collection[Var]) -> set[Eqn]:
     """Forward equations that backward runs again if it needs their results."""
     constant, again = set(constants), set()
     for e in forward:
