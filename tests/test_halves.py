@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import vescale_fn as vf
 from vescale_fn.halves import Halves, halves_of, inputs_read
 from vescale_fn.interpret import run_graph
-from vescale_fn.sharding.graph import Call, Graph, Scan, equations, is_view
+from vescale_fn.sharding.graph import Call, Graph, Scan, equations, has_effect, is_view
 from vescale_fn.subprogram import call, scan
 from vescale_fn.trace import Aval
 
@@ -155,6 +156,21 @@ def test_layers_in_a_scan_of_scans() -> None:
 def test_a_called_stage_is_divided() -> None:
     halves = equal_to_vjp(lambda w, x: list(call(mlp, w, x)), values([MATRIX] * 2, 0), values([MATRIX], 1))
     assert all_products(halves) == (2, 2, 2)
+
+
+def test_what_a_backward_prints_is_printed_once() -> None:
+    """Effects in a stage come once, in whichever part they are."""
+
+    def printing(w: list[Any], x: list[Any]) -> list[Any]:
+        def inner(w: Any, x: Any) -> Any:
+            vf.debug_print("sum {}", w.sum())
+            return torch.tanh(x @ w)
+
+        return [call(inner, w[0], x[0], remat=True) @ w[0]]
+
+    halves = halves_of(printing, avals(values([MATRIX], 0)), avals(values([MATRIX], 1)))
+    parts = (halves.forward, halves.input_half, halves.weight_half)
+    assert [sum(has_effect(e) and not isinstance(e.op, Call) for e in equations(g)) for g in parts] == [1, 0, 0]
 
 
 # ---- what is held

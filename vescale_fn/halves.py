@@ -17,7 +17,7 @@ import torch
 from vescale_fn.dead_code import drop_dead, needed_results
 from vescale_fn.remat import Policy
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, vars_in
-from vescale_fn.split import fresh, recomputed, split
+from vescale_fn.split import fresh, recomputed, silenced, split
 from vescale_fn.trace import Aval, trace_flat
 
 
@@ -135,14 +135,14 @@ def divide(
     The first returns its outputs, then these values; the second takes the inputs of the graph, without those in
     `lost`, then these values. Every equation is in one of the two, but for views, constants, and what depends on
     `constants` (inputs that both have) only: the second computes them again rather than keep their results.
-    Sub-programs are divided, too.
+    Sub-programs are divided, too. An effect comes once: with the second, unless what has it is whole in the first.
     """
     outputs = tuple(v for i, v in enumerate(graph.outputs) if i in first)
     others = tuple(v for i, v in enumerate(graph.outputs) if i not in first)
     eqns, in_first = _assigned(graph, outputs)
     early = [e for e in eqns if e in in_first]
-    again = recomputed(early, constants)
-    late = drop_dead(Graph((), tuple(e for e in eqns if e in again or e not in in_first), others)).eqns
+    again = silenced(recomputed(early, constants))
+    late = drop_dead(Graph((), tuple(again.get(e, e) for e in eqns if e in again or e not in in_first), others)).eqns
     reads = (*(v for e in late for v in e.reads), *vars_in(others))
     lacks = {*lost, *(v for e in early for v in e.outs)}.difference(v for e in late for v in e.outs)
     kept = tuple(dict.fromkeys(v for v in reads if v in lacks))

@@ -6,7 +6,7 @@ are computed again in backward rather than kept for each iteration; what has an 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from vescale_fn.dead_code import drop_dead, without_effects
@@ -37,13 +37,18 @@ def split(
     residuals = list(dict.fromkeys(v for e in forward if e not in again for v in e.outs if v in needed))
     results = (*joint.outputs[:num_results], *residuals)
     primals = tuple(v for v in joint.inputs if v not in cotangents)
-    repeated = without_effects(Graph((), tuple(e for e in joint.eqns if e in again), ())).eqns
-    silent = dict(zip((e for e in joint.eqns if e in again and e.outs), repeated, strict=True))
+    silent = silenced(e for e in joint.eqns if e in again)
     backward = tuple(silent.get(e, e) for e in joint.eqns if e in late or e in silent)
     return (
         drop_dead(Graph(primals, tuple(forward), results)),
         as_backward(drop_dead(Graph((*joint.inputs, *residuals), backward, gradients))),
     )
+
+
+def silenced(eqns: Iterable[Eqn]) -> dict[Eqn, Eqn]:
+    """Equations to run again, as they run then: without the effects that they have had."""
+    given = tuple(e for e in eqns if e.outs)
+    return dict(zip(given, without_effects(Graph((), given, ())).eqns, strict=True))
 
 
 def as_backward(graph: Graph) -> Graph:
