@@ -97,8 +97,8 @@ class ShardMapped:
         paths = self.named(paths, len(args))
         region, arrays = self.region(paths, leaves), any(isinstance(x, Array) for x in leaves)
         specs = self.specs_of_arguments(args)
+        local = [self.entered(region, p, x, s) for p, x, s in zip(paths, leaves, specs, strict=True)]
         with inside(region):
-            local = [self.entered(region, p, x, s) for p, x, s in zip(paths, leaves, specs, strict=True)]
             result = self.fn(*unflatten(treedef, local))
             out_paths, outs, out_def = flatten_with_paths(result)
             out_specs = specs_for(self.out_specs, result, f"shard_map({self.name}): out_specs")

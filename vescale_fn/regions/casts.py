@@ -26,6 +26,13 @@ from vescale_fn.source import user_source
 from vescale_fn.trace import current_trace
 from vescale_fn.tree import map_tensors
 
+# What reads nothing but the form of a tensor, which is the same inside and outside.
+_METADATA = frozenset(
+    {
+        *(getattr(Tensor, name).__get__ for name in "shape dtype device ndim requires_grad is_leaf layout".split()),
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.stride),
+    }
+)
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward)
 
 
@@ -39,6 +46,8 @@ class InsertCasts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _METADATA:
+            return func(*args, **kwargs)
         elsewhere = current_trace() is not self.trace  # a sub-program enters the region by itself
         if elsewhere or ops.is_ours(func) or _is_own_function(args):
             return func(*args, **kwargs)
