@@ -110,15 +110,42 @@ class _Model:
         wanted = dict.fromkeys(t for t, _ in open_needs)
         if any(isinstance(t, Shard) for t in wanted):
             wanted.setdefault(WHOLE)
-        obtained = {t: self._obtained(values, made, t, tie) for t in wanted}
+        conversions: dict[tuple[State, State], int] = {}
+        obtained = {t: self._obtained(values, made, t, tie, conversions) for t in wanted}
         for t, need in open_needs:
             have = obtained[t] if not isinstance(t, Shard) else {*obtained[t], *obtained[WHOLE]}
             terms = dict.fromkeys(have, -1.0)
             for x in need.terms:  # a loop's carry is both maker and user
                 terms[x] = terms.get(x, 0.0) + 1.0
             self.rows.append((terms, -np.inf, -float(need.always)))
+        for c, slot in users:
+            self._add_departures(made, self._states(c, slot), conversions)
 
-    def _obtained(self, values: list[Var], made: Mapping[State, _When], t: State, tie: float) -> list[int]:
+    def _add_departures(
+        self, made: Mapping[State, _When], needs: Mapping[State, _When], conversions: Mapping[tuple[State, State], int]
+    ) -> None:
+        """A value made in a state other than that in which a user takes it is converted to something. No choice of
+        whole numbers breaks this; choices in halves do, and bounds without it are far too low."""
+        for s, when in made.items():
+            if s == WHOLE and any(isinstance(t, Shard) for t in needs):
+                continue
+            need = needs.get(s, _When())
+            if need.always:
+                continue
+            terms = dict.fromkeys(when.terms, 1.0)
+            for x in need.terms:
+                terms[x] = terms.get(x, 0.0) - 1.0
+            terms |= {e: -1.0 for (a, _), e in conversions.items() if a == s}
+            self.rows.append((terms, -np.inf, -float(when.always)))
+
+    def _obtained(
+        self,
+        values: list[Var],
+        made: Mapping[State, _When],
+        t: State,
+        tie: float,
+        conversions: dict[tuple[State, State], int],
+    ) -> list[int]:
         """Variables whose sum says that the values are at hand in state t: made so, or converted."""
         out = list(made[t].terms) if t in made else []
         v = values[0]
@@ -126,6 +153,7 @@ class _Model:
             if s == t or (s == WHOLE and isinstance(t, Shard)) or not self.axis.can_convert(v, s, t):
                 continue
             e = self.variable(self.axis.seconds(v, s, t) * len(values) / LATENCY + tie, False)
+            conversions[s, t] = e
             if when.terms:
                 self.rows.append(({e: 1.0, **dict.fromkeys(when.terms, -1.0)}, -np.inf, 0.0))
             out.append(e)

@@ -171,10 +171,11 @@ def _parts(e: Eqn, outs: tuple[Var, ...], rule: Rule | None, times: int) -> Iter
     """The nodes of an equation: one, or one for each part of it that shares no letter with the others (a list
     operation updates each parameter by itself)."""
     everything = tuple(range(len(e.operands)))
-    if rule is None or rule.linear or rule.through:
+    groups = [] if rule is None or rule.linear or rule.through else _connected((*rule.operands, *rule.results))
+    if rule is None or len(groups) < 2 or any(_reduces(rule, g) for g in groups):
         yield Node(e.operands, outs, rule, None, e, everything, times)
         return
-    for slots in _connected((*rule.operands, *rule.results)):
+    for slots in groups:
         ins = tuple(s for s in slots if s < len(everything))
         results = tuple(s - len(everything) for s in slots if s >= len(everything))
         yield Node(
@@ -202,6 +203,16 @@ def _connected(sides: Sequence[Dims]) -> list[list[int]]:
         groups.append((letters.union(*(g[0] for g in met)), [*(s for g in met for s in g[1]), slot]))
     slots = sorted(sorted(g[1]) for g in groups) or [[]]
     return [sorted([*loose, *slots[0]]), *slots[1:]]
+
+
+def _reduces(rule: Rule, slots: Sequence[int]) -> bool:
+    """Whether a letter of these operands is missing from a result among them, or there is none: then it is pending in
+    all results of the equation."""
+    sides = (*rule.operands, *rule.results)
+    letters = [{x for d in sides[s] for x in d} for s in slots]
+    made = [found for s, found in zip(slots, letters) if s >= len(rule.operands)]
+    read = set().union(*(found for s, found in zip(slots, letters) if s < len(rule.operands))) - rule.whole
+    return bool(read) and not (made and all(read <= found for found in made))
 
 
 def _sub_rule(rule: Rule, operands: Sequence[int], results: Sequence[int]) -> Rule:

@@ -69,6 +69,12 @@ class Sample:
 
         return make(self.args), {k: make(v) for k, v in self.kwargs.items()}
 
+    @property
+    def returns_several(self) -> bool:
+        """Whether it returns a list or a tuple, be it of one."""
+        returns = self.op._schema.returns
+        return len(returns) > 1 or str(returns[0].type) != "Tensor"
+
     def __str__(self) -> str:
         return f"{self.op}({', '.join(map(str, self.args))})".removeprefix("aten.")
 

@@ -33,6 +33,14 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.parametrize("spec", ["s/x", "s~/y", "s~/(x y)"])
+def test_positions_in_a_sharded_sequence_are_added_up(spec: str) -> None:
+    """The sequence and the values share no dim, and so were planned as two equations, of which neither was pending."""
+    sequence = normal(6).sort().values
+    assert_equal(torch.searchsorted, [sequence, normal(4, 5)], [spec, "a b"], x=2, y=4)
+    assert_equal(lambda s, v: torch.bucketize(v, s), [sequence, normal(4, 5)], [spec, "a b"], x=2, y=4)
+
+
 def test_a_convolution_without_bias_over_a_sharded_window_is_lowered() -> None:
     """It was split into itself for ever."""
     assert_equal(F.conv2d, [normal(2, 3, 4, 4), normal(4, 3, 3, 2)], ["n c h w", "o c k l/y"], y=2)

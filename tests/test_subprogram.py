@@ -341,6 +341,41 @@ def test_stop_gradient_and_custom_gradients_are_kept() -> None:
     assert_equal(twice(fn), twice(reference), ARGS[:2])
 
 
+@pytest.mark.parametrize("remat", [False, True])
+def test_gradients_flow_through_complex_results(remat: bool) -> None:
+    def of_call(x: torch.Tensor) -> torch.Tensor:
+        return call(lambda a: torch.complex(a, a * a), x, remat=remat).abs().sum()
+
+    def of_scan(x: torch.Tensor) -> torch.Tensor:
+        start = torch.zeros(5, dtype=torch.complex128)
+        carry, ys = scan(lambda c, a: (c * 0.5 + torch.complex(a, a * a), torch.complex(a, c.real)), start, x)
+        return carry.abs().sum() + ys.abs().sum()
+
+    def unrolled(x: torch.Tensor) -> torch.Tensor:
+        carry, total = torch.zeros(5, dtype=torch.complex128), torch.zeros((), dtype=F64)
+        for a in x:
+            total = total + torch.complex(a, carry.real).abs().sum()
+            carry = carry * 0.5 + torch.complex(a, a * a)
+        return carry.abs().sum() + total
+
+    assert_equal(grad(of_call), grad(lambda x: torch.complex(x, x * x).abs().sum()), ARGS[:1])
+    assert_equal(grad(of_scan), grad(unrolled), ARGS[:1])
+
+
+def test_bodies_whose_results_have_no_derivative() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        first = call(lambda a: a.argmax(1), x)
+        again = call(lambda a: a.argmin(1), x, remat=True)
+        total, _ = scan(lambda c, a: (c + a.argmax(), a > 0), torch.zeros((), dtype=torch.int64), x)
+        return ((first + again + total).to(F64) * x.sum(1)).sum()
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        total = sum(a.argmax() for a in x)
+        return ((x.argmax(1) + x.argmin(1) + total).to(F64) * x.sum(1)).sum()
+
+    assert_equal(grad(step), grad(plain), ARGS[:1])
+
+
 def test_constraints_inside_a_body() -> None:
     def fn(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         h, _ = scan(lambda h, w: (reshard(torch.tanh(h @ w), "b/dp d"), None), x, a)

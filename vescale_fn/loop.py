@@ -71,7 +71,8 @@ class Loop:
         below: the level of torch.func whose backward this is. It will not be differentiated at that level again.
         """
         loop, primals = self, operands[: len(self.avals)]
-        if torch.is_grad_enabled() and any(requires_grad(x, below) for x in primals):
+        followed = torch.is_grad_enabled() and any(requires_grad(x, below) for x in primals)
+        if followed and any(map(is_float, self.result_avals)):
             loop, operands = differentiable(self), primals
         return list(apply(loop, operands)[: self.num_results])
 
@@ -159,9 +160,7 @@ class Primitive(torch.autograd.Function):
         ctx.loop, ctx.numbers = loop, [None if isinstance(x, Tensor) else x for x in operands]
         ctx.level = torch._C._functorch.maybe_current_level()
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(
-            *[t for i, t in enumerate(output) if i >= loop.num_results or not t.is_floating_point()]
-        )
+        ctx.mark_non_differentiable(*[t for i, t in enumerate(output) if i >= loop.num_results or not is_float(t)])
         ctx.save_for_backward(*tensors, *output)
         ctx.save_for_forward(*tensors)
 

@@ -25,6 +25,7 @@ class Coverage:
     cells: Counter[tuple[str, str]] = field(default_factory=Counter)
     possible: set[tuple[str, str]] = field(default_factory=set)
     programs: int = 0
+    reasons: dict[tuple[str, str], str] = field(default_factory=dict)  # why a cell is not possible
 
     def add(self, lowered: Lowered) -> None:
         self.programs += 1
@@ -35,16 +36,23 @@ class Coverage:
             self.cells.update((name, c) for c in {c for x in layouts for c in columns_of(x)})
             if not isinstance(e.op, (Scan, Call)):
                 rule = rule_for(e)
-                self.possible |= {(name, c) for c in _admitted(rule)} if rule else set()
+                why = missing(rule) if rule else {}
+                self.possible |= {(name, c) for c in COLUMNS if c not in why} if rule else set()
+                self.reasons |= {(name, c): r for c, r in why.items()}
 
     def merge(self, other: Coverage) -> None:
         self.programs += other.programs
         self.seen += other.seen
         self.cells += other.cells
         self.possible |= other.possible
+        self.reasons |= other.reasons
 
     def to_json(self) -> str:
-        pairs = {f"{a}|{c}": [self.cells[a, c], (a, c) in self.possible] for a in self.seen for c in COLUMNS}
+        pairs = {
+            f"{a}|{c}": [self.cells[a, c], (a, c) in self.possible, self.reasons.get((a, c), "")]
+            for a in self.seen
+            for c in COLUMNS
+        }
         return json.dumps({"programs": self.programs, "seen": self.seen, "cells": pairs})
 
     @staticmethod
@@ -53,9 +61,10 @@ class Coverage:
         cells = {tuple(k.split("|")): v for k, v in data["cells"].items()}
         return Coverage(
             Counter(data["seen"]),
-            Counter({k: n for k, (n, _) in cells.items() if n}),
-            {k for k, (_, possible) in cells.items() if possible},
+            Counter({k: n for k, (n, _, _) in cells.items() if n}),
+            {k for k, (_, possible, _) in cells.items() if possible},
             data["programs"],
+            {k: why for k, (_, _, why) in cells.items() if why},
         )
 
     @property
@@ -67,11 +76,19 @@ class Coverage:
         width = max([len(n) for n in self.seen], default=0)
         rows = [f"{'operation':{width}}  {'seen':>6}" + "".join(f"{c:>12}" for c in COLUMNS)]
         for name in sorted(self.seen):
-            cells = [str(self.cells[name, c] or ("0" if (name, c) in self.possible else "-")) for c in COLUMNS]
+            cells = [self._cell(name, c) for c in COLUMNS]
             rows.append(f"{name:{width}}  {self.seen[name]:>6}" + "".join(f"{c:>12}" for c in cells))
         zeros = ", ".join(f"{name} {column}" for name, column in self.zeros) or "none"
-        head = f"{self.programs} programs ran as planned below; '-': the rule admits none"
-        return "\n".join([head, *rows, f"possible and not covered: {zeros}"])
+        why = "".join(f"\n{code}: none, because {reason}" for code, reason in REASONS.items())
+        head = f"{self.programs} programs ran as planned below; '-': it has no rule"
+        count = [(sum(c == x and bool(self.cells[a, x]) for a, x in self.possible), c) for c in COLUMNS]
+        of = [sum(c == x for _, x in self.possible) for c in COLUMNS]
+        covered = ", ".join(f"{c} {n}/{m}" for (n, c), m in zip(count, of))
+        return "\n".join([head + why, *rows, f"covered: {covered}", f"possible and not covered: {zeros}"])
+
+    def _cell(self, name: str, column: str) -> str:
+        possible = (name, column) in self.possible
+        return str(self.cells[name, column] or ("0" if possible else self.reasons.get((name, column), "-")))
 
 
 def columns_of(layout: Layout) -> Iterator[str]:
@@ -97,16 +114,26 @@ def _eqns(graph: Graph) -> Iterator[Eqn]:
             yield from _eqns(e.op.body)
 
 
-def _admitted(rule: Rule) -> Iterator[str]:
-    """The columns that a rule admits."""
+# Why an operation has no example in a column: its rule admits none, because
+REASONS = {
+    "s": "its tensors have no dims of more than one element",
+    "w": "it needs all its dims whole: what it computes mixes them",
+    "i": "the factors that may be cut lie inside of dims, which are cut evenly or not at all",
+    "n": "it is not linear, and it sums over no dim that may be cut",
+}
+
+
+def missing(rule: Rule) -> dict[str, str]:
+    """The columns that a rule does not admit, and the reason."""
     free = {x for x in rule.sizes if x not in rule.whole}
     dims = [d for t in (*rule.operands, *rule.results) for d in t]
-    if free:
-        yield "sharded"
-        yield "tuple axes"
-    if any(x for x in free if all(d[0] == x for d in dims if x in d)):  # it leads its dims, so it may be uneven
-        yield "uneven"
-        yield "empty"
-    contracted = any(x for x in free for t in rule.results if not any(x in d for d in t))
-    if rule.through or any(rule.linear) or contracted:
-        yield "partial"
+    found = {}
+    if not free:
+        found |= dict.fromkeys(("sharded", "tuple axes", "uneven", "empty"), "w" if rule.sizes else "s")
+    elif not any(all(d[0] == x for d in dims if x in d) for x in free):  # one that leads its dims may be uneven
+        found |= dict.fromkeys(("uneven", "empty"), "i")
+    results = [t for t in rule.results if not any(rule.sizes[x] == 0 for d in t for x in d)]
+    contracted = any(x for x in free for t in results if not any(x in d for d in t))
+    if not (rule.through or rule.linear or contracted):
+        found["partial"] = "n"
+    return found

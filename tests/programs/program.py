@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,17 +17,28 @@ NAMES: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "vf": vf, "re
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor: kind f (of the program's dtype), i (integers below `high`), b or c."""
+    """A tensor: kind f (of the program's dtype), i (integers from `low` to below `high`), b (whether such are positive,
+    if `low` is given), c.
+
+    form: "unit" (within 0 and 1), "ordered" (rising along the last dim), "permuted" (integers that order dim 0).
+    """
 
     kind: str
     shape: tuple[int, ...]
     high: int = 4
+    low: int = 0
+    form: str = ""
 
     def make(self, seed: int, dtype: torch.dtype) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
-        if self.kind == "i":
-            return torch.randint(0, self.high, self.shape, generator=generator)
+        if self.form in ("unit", "permuted"):
+            x = torch.rand(self.shape, dtype=torch.float64, generator=generator)
+            return x.to(dtype) if self.form == "unit" else x.argsort(0)
+        if self.kind == "i" or (self.kind == "b" and self.low):
+            i = torch.randint(self.low, self.high, self.shape, generator=generator)
+            return i if self.kind == "i" else i > 0
         x = torch.randn(self.shape, dtype=torch.complex128 if self.kind == "c" else torch.float64, generator=generator)
+        x = x.sort().values if self.form == "ordered" else x
         return x > 0 if self.kind == "b" else x if self.kind == "c" else x.to(dtype)
 
 
@@ -41,6 +52,7 @@ class Program:
     specs: of the inputs; `outs`: of the results, None where nothing is asked.
     in_shardings: plain tensors are given, and their specs to pjit.
     feed: the step runs twice, y0 of the first call being x0 of the second.
+    options: of pjit, other than these. wild: numbers may be large, infinite or none.
     """
 
     lines: Sequence[str]
@@ -56,6 +68,8 @@ class Program:
     in_shardings: bool = False
     donate: Sequence[int] = field(default=())
     feed: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    wild: bool = False
 
     @property
     def source(self) -> str:
@@ -71,6 +85,10 @@ class Program:
         )
         ys = ", ".join(f"y{i}" for i in range(len(self.outs)))
         return f"{f}\ndef step({ps}):\n{unpack}    {ys}, = {run}({xs})\n    return {self.result}\n"
+
+    def donating(self, parameters: Iterable[int]) -> Program:
+        """The same, but with these parameters donated."""
+        return replace(self, donate=list(parameters))
 
     def step(self) -> Callable[..., Any]:
         space = {**NAMES, "gradients": gradients}
