@@ -25,6 +25,13 @@ class Permuted(T):
         return torch.rand(self.shape, generator=generator).argsort(0)
 
 
+class Bags(T):
+    """Where bags start, or which bag is next: 0, 1, ... up to 3."""
+
+    def make(self, generator: torch.Generator) -> torch.Tensor:
+        return torch.arange(self.shape[0]).clamp(max=3)
+
+
 def at(*shape: int, size: int) -> T:
     """Positions in a dim of `size`."""
     return t(*shape, dtype=i64, low=0, high=size)
@@ -270,4 +277,56 @@ def _resample(name: str, corners: bool) -> list[Sample]:
 
 CONV += [sample for name, corners in _RESAMPLE.items() for sample in _resample(name, corners)]
 
-SAMPLES = [*NORM, *ORDER, *INDEX, *ATTENTION, *CONV]
+CONV += [
+    s(aten.max_unpool2d.default, t(4, 5, 2, 3), Permuted((4, 5, 2, 3), i64), [4, 6]),
+    s(aten.max_unpool3d.default, t(4, 5, 1, 2, 2), Permuted((4, 5, 1, 2, 2), i64), [2, 4, 4], [2, 2, 2], [0, 0, 0]),
+]
+
+# --- by place among all ---------------------------------------------------------------------------------------------
+
+
+def _bag_backward(mode: int, weights: T | None) -> Sample:
+    """`mode`: 0 sum, 1 mean, 2 maximum."""
+    largest = at(4, 5, size=5) if mode == 2 else t(4, dtype=i64)
+    return s(
+        aten._embedding_bag_dense_backward.default,
+        *(t(4, 5), at(6, size=5), Bags((6,), i64), t(4, dtype=i64, low=1, high=4), largest),
+        *(5, False, mode, weights),
+    )
+
+
+MIXED = [
+    *(s(aten.scatter.reduce, t(4, 6), 1, at(4, 5, size=6), t(4, 5), reduce=r) for r in ("add", "multiply")),
+    s(aten.scatter.value_reduce, t(4, 6), 1, at(4, 5, size=6), 2.0, reduce="add"),
+    s(aten.scatter.value_reduce, t(4, 6), 1, at(4, 5, size=6), -2.0, reduce="multiply"),
+    s(aten.masked_scatter.default, t(4, 5), t(4, 5, dtype=torch.bool), t(20)),
+    s(aten.masked_scatter_backward.default, t(4, 5), t(4, 5, dtype=torch.bool), [20]),
+    *(s(aten.put.default, t(4, 6), at(5, 2, size=24), t(5, 2), accumulate) for accumulate in (False, True)),
+    s(aten.block_diag.default, [t(4, 5), t(2, 3)]),
+    s(aten.renorm.default, t(4, 5, 6), 2, 1, 0.5),
+    s(aten.histc.default, t(4, 5), 4, -2, 2),
+    s(aten.histc.default, t(4, 5), 4),
+    *(
+        s(aten.index_reduce.default, t(4, 6, 5), 1, at(3, size=6), t(4, 3, 5), r, include_self=i)
+        for r, i in (("prod", True), ("mean", True), ("amax", False))
+    ),
+    *(
+        s(op, t(5, 4), at(6, size=5), Bags((4,), i64), False, mode)
+        for op in (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+        for mode in (0, 1, 2)
+    ),
+    s(aten._embedding_bag.default, t(5, 4), at(6, size=5), Bags((4,), i64), False, 0, False, t(6)),
+    *(_bag_backward(mode, None) for mode in (0, 1, 2)),
+    _bag_backward(0, t(6)),
+    s(
+        aten._embedding_bag_backward.default,
+        *(t(4, 5), at(6, size=5), Bags((4,), i64), Bags((6,), i64), t(4, dtype=i64, low=1, high=4)),
+        *(t(4, dtype=i64), 5, False, 1, False, None),
+    ),
+    s(
+        aten._embedding_bag_per_sample_weights_backward.default,
+        *(t(4, 5), t(5, 5), at(6, size=5), Bags((4,), i64), Bags((6,), i64), 0),
+    ),
+]
+
+SAMPLES = [*NORM, *ORDER, *INDEX, *ATTENTION, *CONV, *MIXED]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_samples import at
+from kernel_samples import Bags, at
 from op_samples import T, t
 from torch.func import grad_and_value
 
@@ -71,6 +71,33 @@ CASES: list[tuple[str, Step, list[T], list[str]]] = [
         ["b v/(x y)", "b"],
     ),
     ("embedding", lambda w, i: F.embedding(i, w, 1), [t(7, 6), at(3, 5, size=7)], ["v~/x d", "b~/y s"]),
+    *(
+        (
+            f"bags of embeddings, {mode}",
+            lambda w, i, o, mode=mode: F.embedding_bag(i, w, o, mode=mode),
+            [t(5, 8), at(6, size=5), Bags((4,), torch.int64)],
+            ["v d/x", "i", "b"],
+        )
+        for mode in ("sum", "mean", "max")
+    ),
+    (
+        "a scatter that multiplies",
+        lambda x, i, y: x.scatter(1, i, y, reduce="multiply").detach() * x + x.renorm(2, 0, 0.5),
+        [t(4, 8), at(4, 3, size=8), t(4, 3)],
+        ["b/y v/x", "b/y k", "b/y k"],
+    ),
+    (
+        "unpooling",
+        lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
+        [IMAGE],
+        ["b/y c/x h w"],
+    ),
+    (
+        "by place among all",
+        lambda x, m, i: (x.masked_scatter(m > 0, x * 2), torch.block_diag(x, x), x.put(i, x[0], accumulate=True)),
+        [t(4, 8), t(4, 8, dtype=torch.int64), at(8, size=32)],
+        ["b/y d/x", "b/y d", "k/x"],
+    ),
     ("index", lambda w, i, j: w[i, :, j], [t(8, 3, 6), at(4, size=8), at(4, size=6)], ["v/x d u/y", "b", "b"]),
     ("gather", lambda w, i: w.gather(1, i), [t(4, 8), at(4, 3, size=8)], ["b/y v/x", "b/y k"]),
     (

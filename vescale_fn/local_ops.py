@@ -222,6 +222,14 @@ def scatter_shard(
     return _without_spare(spare.scatter_reduce(dim, local, src, reduce, **options), dim)
 
 
+def scatter_combined_shard(
+    x: Tensor, dim: int, index: Tensor, src: Tensor | float, owned: Runs, size: int, reduce: str
+) -> Tensor:
+    """torch.scatter that adds to, or multiplies, the positions that this rank holds."""
+    local, _ = local_positions(index, owned, size, elsewhere=extent(owned))
+    return _without_spare(_with_spare(x, dim).scatter(dim, local, src, reduce=reduce), dim)
+
+
 def _scatter_without_spare(
     x: Tensor, dim: int, local: Tensor, held: Tensor, src: Tensor | float, reduce: str
 ) -> Tensor:

@@ -16,6 +16,7 @@ from vescale_fn.sharding.rules import (
     linalg,
     loss,
     matmul,
+    mixed,
     norm,
     order,
     pointwise,
@@ -26,7 +27,23 @@ from vescale_fn.sharding.rules import (
 from vescale_fn.sharding.rules.registry import Entry
 from vescale_fn.sharding.rules.rule import Rule
 
-FAMILIES = (pointwise, reduce, matmul, view, shape, factory, fft, linalg, loss, norm, order, index, attention, conv)
+FAMILIES = (
+    pointwise,
+    reduce,
+    matmul,
+    view,
+    shape,
+    factory,
+    fft,
+    linalg,
+    loss,
+    norm,
+    order,
+    index,
+    attention,
+    conv,
+    mixed,
+)
 
 RULES: Mapping[Any, Entry] = MappingProxyType({op: entry for f in FAMILIES for op, entry in f.ENTRIES.items()})
 

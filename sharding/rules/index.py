@@ -108,6 +108,14 @@ def _scatter_reduce(eqn: Eqn) -> Rule | None:
     return _scatter(*linear)(eqn)
 
 
+def _scatter_with(eqn: Eqn) -> Rule | None:
+    """scatter that multiplies what is there, or adds to it; a number is added once, not by every rank."""
+    args = bound_args(eqn)
+    if args["reduce"] == "multiply":
+        return _scatter({"self"})(eqn)
+    return _scatter(*[_ADDED] if "src" in args else [])(eqn)
+
+
 def _zero_keeps_sums(entry: Callable[..., Entry]) -> Entry:
     """Writing a number is linear when it is zero."""
 
@@ -219,6 +227,8 @@ ENTRIES: Mapping[Any, Entry] = {
     aten.gather.default: _gather,
     aten.scatter.src: _scatter(_ADDED),
     aten.scatter.value: _zero_keeps_sums(_scatter),
+    aten.scatter.reduce: _scatter_with,
+    aten.scatter.value_reduce: _scatter_with,
     aten.scatter_add.default: _scatter(_ADDED),
     aten.scatter_reduce.two: _scatter_reduce,
     aten.index_select.default: _index_select,

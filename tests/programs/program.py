@@ -20,7 +20,8 @@ class Input:
     """A tensor: kind f (of the program's dtype), i (integers from `low` to below `high`), b (whether such are positive,
     if `low` is given), c.
 
-    form: "unit" (within 0 and 1), "ordered" (rising along the last dim), "permuted" (integers that order dim 0).
+    form: "unit" (within 0 and 1), "ordered" (rising along the last dim), "permuted" (integers that order dim 0), "bags"
+        (0, 1, ... up to 3).
     """
 
     kind: str
@@ -31,6 +32,8 @@ class Input:
 
     def make(self, seed: int, dtype: torch.dtype) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
+        if self.form == "bags":
+            return torch.arange(self.shape[0]).clamp(max=3)
         if self.form in ("unit", "permuted"):
             x = torch.rand(self.shape, dtype=torch.float64, generator=generator)
             return x.to(dtype) if self.form == "unit" else x.argsort(0)

@@ -111,6 +111,8 @@ HANDLERS: dict[Any, Handler] = {
     aten.index_select.default: _AtPositions(local_ops.index_select_shard),
     aten.scatter.src: _AtPositions(local_ops.scatter_shard, ("src",)),
     aten.scatter.value: _AtPositions(local_ops.scatter_shard, ("value",)),
+    aten.scatter.reduce: _AtPositions(local_ops.scatter_combined_shard, ("src",), ("reduce",)),
+    aten.scatter.value_reduce: _AtPositions(local_ops.scatter_combined_shard, ("value",), ("reduce",)),
     aten.scatter_add.default: _AtPositions(local_ops.scatter_shard, ("src",), constants=(("reduce", "add"),)),
     aten.scatter_reduce.two: _AtPositions(local_ops.scatter_shard, ("src",), ("reduce", "include_self")),
     aten.index_add.default: _AtPositions(local_ops.index_add_shard, ("source",), ("alpha",)),
