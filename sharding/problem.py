@@ -172,7 +172,7 @@ def _parts(e: Eqn, outs: tuple[Var, ...], rule: Rule | None, times: int) -> Iter
     operation updates each parameter by itself)."""
     everything = tuple(range(len(e.operands)))
     groups = [] if rule is None or rule.linear or rule.through else _connected((*rule.operands, *rule.results))
-    if rule is None or len(groups) < 2 or any(_reduces(rule, g) for g in groups):
+    if rule is None or len(groups) < 2 or any(_only_read(rule, g) for g in groups):
         yield Node(e.operands, outs, rule, None, e, everything, times)
         return
     for slots in groups:
@@ -205,14 +205,10 @@ def _connected(sides: Sequence[Dims]) -> list[list[int]]:
     return [sorted([*loose, *slots[0]]), *slots[1:]]
 
 
-def _reduces(rule: Rule, slots: Sequence[int]) -> bool:
-    """Whether a letter of these operands is missing from a result among them, or there is none: then it is pending in
-    all results of the equation."""
-    sides = (*rule.operands, *rule.results)
-    letters = [{x for d in sides[s] for x in d} for s in slots]
-    made = [found for s, found in zip(slots, letters) if s >= len(rule.operands)]
-    read = set().union(*(found for s, found in zip(slots, letters) if s < len(rule.operands))) - rule.whole
-    return bool(read) and not (made and all(read <= found for found in made))
+def _only_read(rule: Rule, slots: Sequence[int]) -> bool:
+    """Whether these are operands that may be cut and share no letter with a result: all results are then pending."""
+    letters = {x for s in slots if s < len(rule.operands) for d in rule.operands[s] for x in d}
+    return max(slots, default=0) < len(rule.operands) and not letters <= rule.whole
 
 
 def _sub_rule(rule: Rule, operands: Sequence[int], results: Sequence[int]) -> Rule:

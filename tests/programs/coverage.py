@@ -132,7 +132,8 @@ def missing(rule: Rule) -> dict[str, str]:
         found |= dict.fromkeys(("sharded", "tuple axes", "uneven", "empty"), "w" if rule.sizes else "s")
     elif not any(all(d[0] == x for d in dims if x in d) for x in free):  # one that leads its dims may be uneven
         found |= dict.fromkeys(("uneven", "empty"), "i")
-    results = [t for t in rule.results if not any(rule.sizes[x] == 0 for d in t for x in d)]
+    read = {x for t in rule.operands for d in t for x in d}
+    results = [t for t in rule.results if any(x in read for d in t for x in d) or not any(t)]  # others stand apart
     contracted = any(x for x in free for t in results if not any(x in d for d in t))
     if not (rule.through or rule.linear or contracted):
         found["partial"] = "n"
