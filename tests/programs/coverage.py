@@ -134,7 +134,8 @@ def missing(rule: Rule) -> dict[str, str]:
         found |= dict.fromkeys(("uneven", "empty"), "i")
     read = {x for t in rule.operands for d in t for x in d}
     results = [t for t in rule.results if any(x in read for d in t for x in d) or not any(t)]  # others stand apart
-    contracted = any(x for x in free for t in results if not any(x in d for d in t))
+    made = {x for t in rule.results for d in t for x in d}
+    contracted = any(x for x in free for t in results if not any(x in d for d in t)) or not free <= made
     if not (rule.through or rule.linear or contracted):
         found["partial"] = "n"
     return found
