@@ -80,6 +80,8 @@ _REFUSE_EMPTY = [
     aten.max_pool3d_with_indices.default,
     aten.max_pool3d_with_indices_backward.default,
     aten.adaptive_max_pool2d.default,
+    aten.max_unpool2d.default,
+    aten.max_unpool3d.default,
     aten.adaptive_max_pool2d_backward.default,
     aten._adaptive_avg_pool2d_backward.default,
     aten._adaptive_avg_pool3d.default,
