@@ -15,7 +15,7 @@ from vescale_fn.regions import texts
 from vescale_fn.regions.casts import bring, cast, enter
 from vescale_fn.regions.infer import boundary_states
 from vescale_fn.regions.marks import states_of
-from vescale_fn.regions.moves import ToGlobal
+from vescale_fn.regions.moves import Edges, ToGlobal
 from vescale_fn.regions.ops import boundary_layout, global_shape
 from vescale_fn.regions.rank_tensor import AtOnce
 from vescale_fn.regions.region import Region, current_region, inside
@@ -29,6 +29,9 @@ from vescale_fn.sharding.spec import Spec, SpecError, check_axes
 from vescale_fn.shardings import specs_for
 from vescale_fn.trace import current_trace
 from vescale_fn.tree import flatten_with_paths, unflatten
+
+Given = tuple[Spec | None, Sizes]  # what is said of a leaf
+WHOLE = Spec(("...",))
 
 
 def shard_map(
@@ -97,12 +100,12 @@ class ShardMapped:
         paths = self.named(paths, len(args))
         region, arrays = self.region(paths, leaves), any(isinstance(x, Array) for x in leaves)
         specs = self.specs_of_arguments(args)
-        local = [self.entered(region, p, x, s) for p, x, s in zip(paths, leaves, specs, strict=True)]
+        local = self.entered(region, paths, leaves, specs)
         with inside(region):
             result = self.fn(*unflatten(treedef, local))
             out_paths, outs, out_def = flatten_with_paths(result)
             out_specs = specs_for(self.out_specs, result, f"shard_map({self.name}): out_specs")
-            left = [self.left(region, p, y, s, arrays) for p, y, s in zip(out_paths, outs, out_specs, strict=True)]
+            left = self.left(region, out_paths, outs, out_specs, arrays)
         return unflatten(out_def, left)
 
     def named(self, paths: Sequence[str], count: int) -> list[str]:
@@ -141,7 +144,7 @@ class ShardMapped:
         at_once = AtOnce(mesh) if trace is None else None
         return Region(self.name, mesh, shape, self.checked, outer, at_once)
 
-    def specs_of_arguments(self, args: tuple[Any, ...]) -> list[tuple[Spec | None, Sizes]]:
+    def specs_of_arguments(self, args: tuple[Any, ...]) -> list[Given]:
         """The spec of each leaf, None where it is static."""
         specs = self.in_specs
         if type(specs) in (tuple, list):
@@ -152,35 +155,46 @@ class ShardMapped:
 
     # ---- in and out
 
-    def entered(self, region: Region, path: str, x: Any, given: tuple[Spec | None, Sizes]) -> Any:
-        """What a rank sees of an argument."""
-        spec, sizes = given
-        if spec is None or not isinstance(x, (Tensor, Array)):
-            return x
+    def entered(self, region: Region, paths: Sequence[str], leaves: Sequence[Any], specs: Sequence[Given]) -> list[Any]:
+        """What a rank sees of the arguments."""
         trace = current_trace()
-        value = trace.bring(x) if trace is not None else x
-        text = self.bound(region, f"argument {path}", "the in_spec", spec, sizes, tuple(value.shape))
-        if region.outer is not None:
-            value = bring(region.outer, value)
-        return enter(region, value, text)
+        out = list(leaves)
+        crossing: list[tuple[int, Any, str]] = []
+        for i, (path, x, (spec, sizes)) in enumerate(zip(paths, leaves, specs, strict=True)):
+            if spec is None or not isinstance(x, (Tensor, Array)):
+                continue
+            value = trace.bring(x) if trace is not None else x
+            text = self.bound(region, f"argument {path}", "the in_spec", spec, sizes, tuple(value.shape))
+            crossing.append((i, bring(region.outer, value) if region.outer is not None else value, text))
+        found = enter(region, [value for _, value, _ in crossing], [text for *_, text in crossing])
+        for (i, *_), local in zip(crossing, found):
+            out[i] = local
+        return out
 
-    def left(self, region: Region, path: str, y: Any, given: tuple[Spec | None, Sizes], arrays: bool) -> Any:
-        """The global value of an output; an Array where the arguments are Arrays and no trace is under way."""
-        spec, sizes = given
-        if not isinstance(y, (Tensor, Array)):
-            return y
-        y, where = bring(region, y), f"output {path}" if path else "the result"
-        if spec is None:
-            spec, sizes = Spec(("...",)), {}
-        text = self.bound(region, where, "the out_spec", spec, sizes, None, tuple(y.shape))
-        axes = str(region.axes)
-        expected = boundary_states(text, axes, global_shape(text, axes, y.shape))
-        y = self.promised(region, where, y, expected)
-        if region.at_once is None:
-            return ToGlobal(axes, text)(y)
-        if arrays and region.outer is None:
-            return region.at_once.array(y, axes, text)
-        return ToGlobal(axes, text, region.at_once.parts)(y)
+    def left(
+        self, region: Region, paths: Sequence[str], leaves: Sequence[Any], specs: Sequence[Given], arrays: bool
+    ) -> list[Any]:
+        """The global values of the outputs; Arrays where the arguments are Arrays and no trace is under way."""
+        out = list(leaves)
+        crossing: list[tuple[int, Tensor, str]] = []
+        for i, (path, y, (spec, sizes)) in enumerate(zip(paths, leaves, specs, strict=True)):
+            if isinstance(y, (Tensor, Array)):
+                where = f"output {path}" if path else "the result"
+                local = bring(region, y)
+                text = self.bound(region, where, "the out_spec", spec or WHOLE, sizes, None, tuple(local.shape))
+                axes = str(region.axes)
+                expected = boundary_states(text, axes, global_shape(text, axes, local.shape))
+                crossing.append((i, self.promised(region, where, local, expected), text))
+        found: list[Any]
+        if region.at_once is not None and arrays and region.outer is None:
+            found = [region.at_once.array(y, str(region.axes), text) for _, y, text in crossing]
+        else:
+            parts = region.at_once.parts if region.at_once else None
+            edges = Edges(tuple(ToGlobal(str(region.axes), text, parts) for *_, text in crossing))
+            found = list(edges([y for _, y, _ in crossing]))
+        for (i, *_), value in zip(crossing, found):
+            out[i] = value
+        return out
 
     def bound(
         self,

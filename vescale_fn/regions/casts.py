@@ -19,7 +19,7 @@ from vescale_fn.indexing import at_positions
 from vescale_fn.regions import ops, texts
 from vescale_fn.regions.infer import Unreduced, boundary_states
 from vescale_fn.regions.marks import states_of
-from vescale_fn.regions.moves import Cast, ToLocal
+from vescale_fn.regions.moves import Cast, Edges, ToLocal
 from vescale_fn.regions.region import Region, current_region, inside
 from vescale_fn.regions.states import COTANGENT, UNCHECKED, I, R, State, U, V, join
 from vescale_fn.source import user_source
@@ -29,7 +29,10 @@ from vescale_fn.tree import map_tensors
 # What reads nothing but the form of a tensor, which is the same inside and outside.
 _METADATA = frozenset(
     {
-        *(getattr(Tensor, name).__get__ for name in "shape dtype device ndim requires_grad is_leaf layout".split()),
+        *(
+            getattr(Tensor, name).__get__
+            for name in ["shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout"]
+        ),
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.stride),
     }
 )
@@ -157,21 +160,25 @@ def enter_whole(region: Region, x: Any) -> Tensor:
         states = states_of(x)
         if states is None or not region.outer.manual.keys() <= states.keys():
             x = enter_whole(region.outer, x)
-    return enter(region, x, "...")
+    return enter(region, [x], ["..."])[0]
 
 
-def enter(region: Region, x: Any, spec: str) -> Tensor:
-    """A value enters a region. Unchecked, it has no states, and every rank contributes to its gradient."""
-    axes = str(region.axes)
-    inside = ToLocal(axes, spec, region.at_once.parts if region.at_once else None)(x)
+def enter(region: Region, values: Sequence[Any], specs: Sequence[str]) -> list[Tensor]:
+    """Values enter a region together. Unchecked, they have no states, and every rank contributes to their gradients."""
+    axes, parts = str(region.axes), region.at_once.parts if region.at_once else None
+    found = Edges(tuple(ToLocal(axes, spec, parts) for spec in specs))(values)
     if region.checked:
-        return inside
+        return found
+    return [_unchecked(region, y, spec, tuple(x.shape)) for x, y, spec in zip(values, found, specs)]
+
+
+def _unchecked(region: Region, x: Tensor, spec: str, shape: tuple[int, ...]) -> Tensor:
     by_state: dict[State, list[str]] = {}
-    for axis, state in boundary_states(spec, axes, tuple(x.shape)).items():
+    for axis, state in boundary_states(spec, str(region.axes), shape).items():
         by_state.setdefault(state, []).append(axis)
     for state, names in by_state.items():
-        inside = cast(inside, names, f"{state}->{UNCHECKED}", region)
-    return inside
+        x = cast(x, names, f"{state}->{UNCHECKED}", region)
+    return x
 
 
 def check_losses(outputs: Any) -> None:

@@ -233,8 +233,15 @@ class Edge(Move):
         result: Tensor = self.op(x, self.axes, self.spec)
         return result
 
-    def batched(self) -> Move:
+    def batched(self) -> Edge:
         return replace(self, spec=f"_ {self.spec}".strip())
+
+    def transposed(self) -> Edge:
+        """The edge on which the cotangent goes the other way."""
+        raise NotImplementedError
+
+    def pull(self, cotangent: Tensor) -> Tensor:
+        return self.transposed()(cotangent)
 
 
 @dataclass(frozen=True)
@@ -248,8 +255,8 @@ class ToLocal(Edge):
             return self.ranks(x, self.axes, self.spec)
         return super().record(x)
 
-    def pull(self, cotangent: Tensor) -> Tensor:
-        return ToGlobal(self.axes, cotangent_spec(self.spec), self.ranks)(cotangent)
+    def transposed(self) -> Edge:
+        return ToGlobal(self.axes, cotangent_spec(self.spec), self.ranks)
 
 
 @dataclass(frozen=True)
@@ -258,8 +265,8 @@ class ToGlobal(Edge):
 
     op = ops.TO_GLOBAL
 
-    def pull(self, cotangent: Tensor) -> Tensor:
-        return ToLocal(self.axes, cotangent_spec(self.spec), self.ranks)(cotangent)
+    def transposed(self) -> Edge:
+        return ToLocal(self.axes, cotangent_spec(self.spec), self.ranks)
 
 
 MOVES: dict[Any, type[Move]] = {
@@ -333,6 +340,50 @@ class Primitive(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], x: Tensor, move: Move) -> Any:
         return move.batched()(x.movedim(in_dims[0] or 0, 0)), 0
+
+
+@dataclass(frozen=True)
+class Edges:
+    """The edges that several values cross together."""
+
+    edges: tuple[Edge, ...]
+
+    def __call__(self, values: Sequence[Any]) -> list[Tensor]:
+        """The values on the other side, under any transform: torch.func pays for a Function once, not for each."""
+        return list(Crossing.apply(self, *values)) if values else []  # type: ignore[no-untyped-call]
+
+
+class Crossing(torch.autograd.Function):
+    """Values that enter or leave a region together."""
+
+    @staticmethod
+    def forward(crossed: Edges, *values: Any) -> tuple[Tensor, ...]:
+        return tuple(edge.record(x) for edge, x in zip(crossed.edges, values, strict=True))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.crossed, *values = inputs
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(t for t in output if not (t.is_floating_point() or t.is_complex())))
+        ctx.save_for_forward(*(x for x in values if isinstance(x, Tensor)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        back = Edges(tuple(e.transposed() for e, g in zip(ctx.crossed.edges, grads) if g is not None))
+        found = iter(back([g for g in grads if g is not None]))
+        return None, *(None if g is None else next(found) for g in grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Any) -> Any:
+        moved = [torch.zeros_like(x) if t is None else t for x, t in zip(ctx.saved_tensors, tangents)]
+        return tuple(ctx.crossed(moved))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], crossed: Edges, *values: Any) -> Any:
+        dims = in_dims[1:]
+        edges = tuple(e if d is None else e.batched() for e, d in zip(crossed.edges, dims))
+        moved = [x if d is None else x.movedim(d, 0) for x, d in zip(values, dims)]
+        return tuple(Edges(edges)(moved)), tuple(None if d is None else 0 for d in dims)
 
 
 def _has_no_derivative(move: Move) -> bool:
