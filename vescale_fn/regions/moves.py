@@ -364,7 +364,7 @@ class Crossing(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.crossed, *values = inputs
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(t for t in output if not (t.is_floating_point() or t.is_complex())))
+        ctx.mark_non_differentiable(*(t for t in output if not _is_continuous(t)))
         ctx.save_for_forward(*(x for x in values if isinstance(x, Tensor)))
 
     @staticmethod
@@ -375,8 +375,11 @@ class Crossing(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Any) -> Any:
-        moved = [torch.zeros_like(x) if t is None else t for x, t in zip(ctx.saved_tensors, tangents)]
-        return tuple(ctx.crossed(moved))
+        moving = [_is_continuous(x) for x in ctx.saved_tensors]
+        given = [torch.zeros_like(x) if t is None else t for x, t in zip(ctx.saved_tensors, tangents)]
+        edges = Edges(tuple(e for e, m in zip(ctx.crossed.edges, moving) if m))
+        found = iter(edges([t for t, m in zip(given, moving) if m]))
+        return tuple(next(found) if m else None for m in moving)
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], crossed: Edges, *values: Any) -> Any:
@@ -384,6 +387,10 @@ class Crossing(torch.autograd.Function):
         edges = tuple(e if d is None else e.batched() for e, d in zip(crossed.edges, dims))
         moved = [x if d is None else x.movedim(d, 0) for x, d in zip(values, dims)]
         return tuple(Edges(edges)(moved)), tuple(None if d is None else 0 for d in dims)
+
+
+def _is_continuous(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def _has_no_derivative(move: Move) -> bool:
