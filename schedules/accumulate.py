@@ -49,6 +49,7 @@ class Accumulated(GradFunction):
 
     def _sums_of_part(self, params: Any, part: Sequence[Any], whole: Any) -> tuple[Any, Weighted]:
         batch = unflatten(whole.form, whole.fill(part))
+        params = map_leaves(_stays, params) if self.reduce == "microbatch" else params
         with UnevenMeans(params, batch) as means:
             if isinstance(self.grad_fn, GradFunction):
                 grads, value = self.grad_fn.sums(params, *batch)
@@ -90,6 +91,7 @@ def accumulate(
         i + microbatches, ..., so that no row leaves its rank. Leaves without dims go to each of them as they are.
     reduce: "step" adds up each rank's gradients and reduces them once, after the loop, for the memory of whole
         gradients; "microbatch" reduces those of each microbatch, and adds up only the shards that a rank keeps.
+        Parameters that are sharded are gathered once for all microbatches, or in each.
     optimizer: the `schedules.zero` that takes the gradients, which then live where it wants them. `reduce` is then
         "microbatch" by default for stages 2 and 3; otherwise it is "step".
     Raises ValueError when the batch cannot be cut so, and for a mean over a number of items that depends on the data,
@@ -148,6 +150,12 @@ def split(batch: tuple[Any, ...], n: int, dim: int) -> tuple[list[Any], Whole]:
     if not parts:
         raise ValueError("schedules.accumulate: the batch has no tensor with dims that could be cut into microbatches.")
     return parts, Whole(form, [None if cut else x for x, cut in zip(leaves, is_cut)], is_cut)
+
+
+def _stays(p: Any) -> Any:
+    """A parameter that enters the loop as it lives: what is sharded is gathered in each iteration, not before all."""
+    at = None if p is None else sharding_of(p)
+    return p if at is None else reshard(p, str(at.spec))
 
 
 # ---- what the gradient function gave

@@ -99,6 +99,19 @@ def test_bad_arguments(arguments: list[str], message: str) -> None:
     assert done.stderr.splitlines()[-1] == f"train_gpt.py: error: {message}"
 
 
+def test_stages_of_zero_are_the_same_step(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "zero_stages.py"), "--picture", str(tmp_path / "bars.png")]
+    sizes = ["--layers", "1", "--width", "128", "--batch", "16", "--steps", "2", "--ranks", "2"]
+    done = subprocess.run([*command, *sizes], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = {line[:28].strip(): line[28:].split() for line in done.stdout.splitlines()}
+    assert rows["per rank"] == ["stage", "0", "stage", "1", "stage", "2", "stage", "3"]
+    assert all(float(cell) < 1e-12 for cell in rows["largest difference"])
+    memory = [[float(cell) for cell in rows[f"{kind}, MiB"]] for kind in ("parameters", "gradients", "optimizer state")]
+    assert [len(set(row)) for row in memory] == [2, 2, 2]  # each is halved once, at its stage
+    assert [row.index(min(row)) for row in memory] == [3, 2, 1]
+
+
 @pytest.mark.deep
 def test_default_run_learns() -> None:
     done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=600)

@@ -350,7 +350,7 @@ OPTIONS = {
     "unknown": (
         {"donate_args": 0},
         "there is no option 'donate_args'. The options are: mesh, in_shardings, out_shardings, donate_argnums, donate, "
-        "static_argnums, static_argnames, data_argnums, rules, compile, deterministic, regather, cache_dir, audit.",
+        "static_argnums, static_argnames, data_argnums, rules, compile, deterministic, keep, cache_dir, audit.",
     ),
     "donate": ({"donate": "maybe"}, "donate='maybe' is not known. It must be one of 'reuse', 'safe'."),
     "compile": ({"compile": "c++"}, "compile='c++' is not known. It must be one of None, 'inductor'."),

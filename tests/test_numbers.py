@@ -69,7 +69,7 @@ def test_fsdp_gathers_parameters_and_scatters_gradients() -> None:
 def test_fsdp_can_gather_again_in_backward() -> None:
     s = Sizes(layers=4, width=256, batch=4, seq=4)  # a layer is more than one group of gathers
     args = on_mesh(s, vf.make_mesh(dp=4), FSDP, "b/dp s")
-    kept, again = (vf.pjit(make_step(s), donate_argnums=0, regather=r).lower(*args) for r in (False, True))
+    kept, again = (vf.pjit(make_step(s), donate_argnums=0, keep=k).lower(*args) for k in ("all", "none"))
     forward, backward = (
         sum(r.operands for r in again.collectives if r.kind == "all_gather" and r.phase == p)
         for p in ("forward", "backward")

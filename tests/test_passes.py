@@ -314,7 +314,7 @@ def test_donated_state_is_updated_in_place() -> None:
 
 def test_gathering_again_trades_bytes_for_memory() -> None:
     low, program, _ = raw("fsdp")
-    kept, again = optimize(program), optimize(program, gather_again=True)
+    kept, again = optimize(program), optimize(program, keep=0)
     gathers = [sum(len(e.operands) for e in p.graph.eqns if isinstance(e.op, AllGather)) for p in (kept, again)]
     weights = sum(p.ndim == 2 for p in flatten(init(S))[0]) - 2  # the embeddings' backward does not read them
     assert gathers[1] >= gathers[0] + weights

@@ -186,7 +186,7 @@ def test_stages_1_and_2_scatter_each_gradient_and_gather_each_parameter(stage: i
 
 def test_stage_3_gathers_twice_without_keeping() -> None:
     """Three times the parameters, but for the first: with no gradient of the data, backward does not read it."""
-    keep, again = (big(lowered(3, regather=r)[0]) for r in (False, True))
+    keep, again = (big(lowered(3, keep=k)[0]) for k in ("all", "none"))
     each = P // 4 * 3 // 4
     assert sum(c.total for c in keep) == each * (4 + 4)
     assert sum(c.total for c in again) == each * (4 + 4 + 3)
@@ -194,6 +194,37 @@ def test_stage_3_gathers_twice_without_keeping() -> None:
     for c in again:
         by_phase[c.kind, c.phase] += c.operands
     assert by_phase == {("all_gather", "forward"): 4, ("all_gather", "backward"): 3, ("reduce_scatter", "backward"): 4}
+
+
+def test_a_budget_keeps_what_was_gathered_last() -> None:
+    """Room for two matrices: backward gathers one again instead of three."""
+    matrix = 16 * 16 * 8
+    again, some = (lowered(3, keep=k)[0] for k in ("none", 2 * matrix + 1))
+    for low, count in ((again, 3), (some, 1)):
+        names = [c for c in big(low) if (c.kind, c.phase) == ("all_gather", "backward")]
+        assert sum(c.operands for c in names) == count
+    sent = [sum(c.total for c in big(low)) for low in (again, some)]
+    assert sent[0] - sent[1] == 2 * matrix * 3 // 4
+
+
+def test_parameters_are_gathered_in_each_microbatch() -> None:
+    """Stage 3 gathers in the loop, and with keep="none" twice in each iteration; so no rank ever holds all of them."""
+    low = lowered(3, microbatches=3, keep="none")[0]
+    gathers = [c for c in big(low) if c.kind == "all_gather"]
+    assert {c.count for c in gathers} == {3}
+    assert sum(c.total for c in gathers) == 3 * (4 + 3) * (P // 4 * 3 // 4)
+
+
+def test_casts_come_with_what_is_gathered() -> None:
+    """bfloat16 parameters travel, in groups ahead of their use and again in backward, like any others."""
+    loss = schedules.mixed_precision(stack, torch.bfloat16, F64)
+    params = vf.device_put(LAYERS, "d/dp f", vf.make_mesh(dp=4))
+    batch = vf.device_put((normal(48, 16), normal(48, 16)), "b/dp _", vf.make_mesh(dp=4))
+    low = vf.pjit(vf.grad_and_value(loss), keep="none").lower(params, *batch)
+    gathers = [c for c in big(low) if c.kind == "all_gather"]
+    assert {c.dtype for c in gathers} == {torch.bfloat16}
+    operands = [sum(c.operands for c in gathers if c.phase == phase) for phase in ("forward", "backward")]
+    assert operands == [4, 3]
 
 
 @pytest.mark.parametrize(("stage", "kind", "count"), [(1, "reduce_scatter", 1), (2, "reduce_scatter", 3)])
@@ -290,6 +321,9 @@ def test_messages() -> None:
     assert message(lambda: schedules.zero(adamw, "dp", stage=4)) == (
         "schedules.zero: stage=4 does not exist. Stage 1 shards the optimizer state over 'dp', stage 2 the gradients "
         "too, stage 3 the parameters too."
+    )
+    assert message(lambda: vf.pjit(stack, keep="some")) == (
+        "vf.pjit(stack): keep='some' is not known. It must be one of 'all', 'none', 'a number of bytes'."
     )
     assert message(lambda: schedules.zero(adamw, "fsdp", stage=1).place(LAYERS, mesh)) == (
         "schedules.zero: there is no mesh axis 'fsdp': this mesh has dp=2."

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from vescale_fn.cost_report import CollectiveTable, Cost
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 # What reads a program is imported by the method that needs it, so that importing the package stays cheap.
 
 
+Keep = Literal["all", "none"] | int
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
     """What a traced step is lowered for.
@@ -33,7 +36,7 @@ class Request:
     continues: output index -> input index whose layout it takes.
     donated: indices of inputs whose storage may be reused.
     rules: extra sharding rules by operation.
-    regather: backward gathers parameters again.
+    keep: what is kept for backward of the parameters that forward gathers: "all", "none", or bytes.
     paths: what the inputs that are arguments are called.
     debug: what the program watches for.
     """
@@ -45,7 +48,7 @@ class Request:
     continues: Mapping[int, int]
     donated: frozenset[int]
     rules: Mapping[Any, Any]
-    regather: bool = False
+    keep: Keep = "all"
     paths: tuple[str, ...] = ()
     debug: Debug | None = None
 

@@ -56,7 +56,8 @@ def lower(name: str, traced: Traced, request: Request, cache_dir: Path | None = 
         plan = kept.plan(graph, lambda: _solved(graph, request, rule))
     _warn_of_missing_rules(plan, rule)
     program = replace(partition(plan), donated=request.donated)
-    program = optimize(program, gather_again=request.regather, in_place=request.debug is None)
+    budget = {"all": None, "none": 0}[request.keep] if isinstance(request.keep, str) else request.keep
+    program = optimize(program, keep=budget, in_place=request.debug is None)
     if request.debug is not None:
         program = watch_values(program, name, request.paths, request.debug.infs)
     return Lowered(name, traced, request, plan, program)

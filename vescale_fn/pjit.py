@@ -21,7 +21,7 @@ from vescale_fn.array import Array
 from vescale_fn.audit import audit
 from vescale_fn.debug import current_debug
 from vescale_fn.loaded import CallForm, Loaded
-from vescale_fn.lowered import Lowered
+from vescale_fn.lowered import Keep, Lowered
 from vescale_fn.register import UserRule, entries
 from vescale_fn.sharding.mesh import Mesh
 from vescale_fn.trace import Traced, current_trace
@@ -71,7 +71,7 @@ class Options:
     deterministic: bool
     cache_dir: Path | None
     audit: int  # every how many calls, 0 for never
-    regather: bool
+    keep: Keep
 
 
 class Jitted(Generic[P, R]):
@@ -166,7 +166,7 @@ class Jitted(Generic[P, R]):
         request = request_of(signature, self._shardings, call, staged, dict(self._options.rules))
         donated, paths, watched = request.donated, tuple(call.paths[i] for i in staged.dynamic), current_debug()
         reused = frozenset[int]() if self._options.safe or watched else donated
-        request = replace(request, donated=reused, regather=self._options.regather, paths=paths, debug=watched)
+        request = replace(request, donated=reused, keep=self._options.keep, paths=paths, debug=watched)
         lowered = lower(signature.name, staged.traced, request, self._options.cache_dir)
         return lowered, CallForm(staged.dynamic, paths, donated, staged.out_treedef)
 
@@ -229,7 +229,7 @@ def pjit(
     rules: Mapping[Any, str | UserRule] | None = None,
     compile: Literal["inductor"] | None = None,
     deterministic: bool = False,
-    regather: bool = False,
+    keep: Keep = "all",
     cache_dir: str | Path | None = None,
     audit: int = 0,
     **wrong: Any,
@@ -248,7 +248,8 @@ def pjit(
     rules: extra sharding rules by operation, see `register_rule`.
     compile: "inductor" compiles programs without collectives, see `Lowered.compile`.
     deterministic: the same bits on any number of processes.
-    regather: parameters that forward gathers are gathered again in backward, instead of being kept whole in between.
+    keep: what of the parameters that forward gathers is kept whole for backward, which gathers the rest again: "all",
+        "none", or so many bytes on each rank.
     cache_dir: a folder that keeps plans as files, so that a step which was solved once is not solved again.
     audit: every so many calls, compare what ranks hold alike, bit for bit (see `audit`).
 
@@ -260,8 +261,10 @@ def pjit(
     """
     name = getattr(fn, "__name__", "step")
     _check_options(name, wrong, donate, compile)
+    if not (keep in ("all", "none") or (type(keep) is int and keep >= 0)):
+        raise ValueError(errors.bad_option(name, "keep", keep, ["all", "none", "a number of bytes"]))
     folder = None if cache_dir is None else Path(cache_dir)
-    options = Options(entries(rules or {}), donate == "safe", compile, deterministic, folder, audit, regather)
+    options = Options(entries(rules or {}), donate == "safe", compile, deterministic, folder, audit, keep)
 
     def wrap(f: Callable[..., Any]) -> Jitted[..., Any]:
         signature = Signature.of(f, static_argnums, static_argnames, donate_argnums, data_argnums)

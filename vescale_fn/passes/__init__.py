@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from vescale_fn.passes.ahead import gather_ahead
 from vescale_fn.passes.apart import update_apart
+from vescale_fn.passes.bodies import everywhere
 from vescale_fn.passes.bucket import bucket
 from vescale_fn.passes.common import share_common
 from vescale_fn.passes.dead import drop_dead_equations
@@ -38,13 +42,20 @@ PASSES = (
 
 IN_PLACE = (overwrite_operands, update_in_place)
 
+# What only writes to memory that nobody reads any more needs to see the whole program.
+WHOLE = frozenset((reduce_wide, drop_dead_equations, *IN_PLACE))
 
-def optimize(program: Program, *, gather_again: bool = False, in_place: bool = True) -> Program:
-    """Every pass, in order. `gather_again`: backward gathers parameters anew instead of keeping forward's. `in_place`:
-    operations may write over their operands."""
-    for run in (*PASSES[:2], regather, *PASSES[2:]) if gather_again else PASSES:
+
+def optimize(program: Program, *, keep: int | None = None, in_place: bool = True) -> Program:
+    """Every pass, in order, in the bodies of loops and calls too.
+
+    keep: bytes of gathered parameters that a rank keeps for backward, which gathers the others anew; None keeps all.
+    in_place: operations may write over their operands.
+    """
+    again: list[Callable[[Program], Program]] = [] if keep is None else [partial(regather, budget=keep)]
+    for run in (*PASSES[:2], *again, *PASSES[2:]):
         if in_place or run not in IN_PLACE:
-            program = run(program)
+            program = run(program) if run in WHOLE else everywhere(run, program)
     return program
 
 
