@@ -104,8 +104,7 @@ def main() -> None:
     parser.add_argument("--picture", default="zero_stages.png")
     a = parser.parse_args()
     mesh, params = vf.make_mesh(dp=a.ranks), init(a.layers, a.width)
-    x = torch.sin(torch.arange(1.0, a.batch * a.width + 1).double()).reshape(a.batch, -1)
-    batch = x, torch.arange(a.batch) % 32
+    batch = torch.arange(1.0, a.batch * a.width + 1).double().sin().view(a.batch, -1), torch.arange(a.batch) % 32
     runs = [train(stage, mesh, params, batch, a.steps, a.microbatches) for stage in range(4)]
     moments = ADAMW.init(params)
     for _ in range(a.steps):  # the plain step, on one device
