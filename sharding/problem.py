@@ -171,7 +171,7 @@ def _parts(e: Eqn, outs: tuple[Var, ...], rule: Rule | None, times: int) -> Iter
     """The nodes of an equation: one, or one for each part of it that shares no letter with the others (a list
     operation updates each parameter by itself)."""
     everything = tuple(range(len(e.operands)))
-    groups = [] if rule is None or rule.linear or rule.through else _connected((*rule.operands, *rule.results))
+    groups = [] if rule is None or rule.linear or rule.through else _connected(rule)
     if rule is None or len(groups) < 2 or any(_only_read(rule, g) for g in groups):
         yield Node(e.operands, outs, rule, None, e, everything, times)
         return
@@ -189,11 +189,12 @@ def _parts(e: Eqn, outs: tuple[Var, ...], rule: Rule | None, times: int) -> Iter
         )
 
 
-def _connected(sides: Sequence[Dims]) -> list[list[int]]:
-    """Slots grouped by shared letters, in order of their first; slots without letters stay with the first group."""
+def _connected(rule: Rule) -> list[list[int]]:
+    """Slots grouped by shared letters, in order of their first; slots without letters stay with the first group, or
+    are a group where the rule keeps results apart."""
     loose: list[int] = []
     groups: list[tuple[set[str], list[int]]] = []
-    for slot, dims in enumerate(sides):
+    for slot, dims in enumerate((*rule.operands, *rule.results)):
         letters = {x for d in dims for x in d}
         if not letters:
             loose.append(slot)
@@ -202,6 +203,8 @@ def _connected(sides: Sequence[Dims]) -> list[list[int]]:
         groups = [g for g in groups if not g[0] & letters]
         groups.append((letters.union(*(g[0] for g in met)), [*(s for g in met for s in g[1]), slot]))
     slots = sorted(sorted(g[1]) for g in groups) or [[]]
+    if rule.apart and groups and loose:
+        return [loose, *slots]
     return [sorted([*loose, *slots[0]]), *slots[1:]]
 
 

@@ -124,3 +124,15 @@ def test_operations_that_refuse_empty_tensors_have_a_handler() -> None:
         free = [x for x in rule.sizes if x not in rule.whole and all(d[0] == x for d in dims if x in d)]
         refused += [str(sample.op) for x in free if not _with_empty_parts(sample, x, rule)]
     assert refused == []
+
+
+def test_a_parameter_of_one_element_is_updated_beside_a_sharded_one() -> None:
+    """Its update has no letter to share with the other's, and was taken for a sum over the axis that cuts the other."""
+    opt, mesh = vf.optim.sgd(lr=0.5, momentum=0.9), vf.make_mesh(dp=2)
+    params = {"w": torch.arange(1024.0).reshape(512, 2), "scale": torch.ones(1), "shift": torch.tensor(2.0)}
+    specs = {"w": "d/dp f", "scale": "...", "shift": ""}
+    placed = vf.device_put(params, specs, mesh)
+    got, _ = vf.pjit(opt.step)(placed, opt.init(placed), placed)
+    want, _ = opt.step(params, opt.init(params), params)
+    for name, x in want.items():
+        torch.testing.assert_close(got[name].full(), x)

@@ -6,6 +6,8 @@ gradients (moments are squared), so partial gradients are reduced first.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from vescale_fn.sharding.graph import Eqn, Var
 from vescale_fn.sharding.rules.registry import make_rule
 from vescale_fn.sharding.rules.rule import Dims, Rule
@@ -24,4 +26,4 @@ def list_update(eqn: Eqn) -> Rule:
         elif isinstance(arg, Var) and arg.is_tensor:
             operands.append(())
     results = letters * (len(eqn.outs) // max(len(params), 1))
-    return make_rule(operands, results, sizes)
+    return replace(make_rule(operands, results, sizes), apart=True)

@@ -36,6 +36,8 @@ class Rule:
     reduces: how a letter missing from a result is pending there; "sum" when not named.
     masked: letters whose operand holds indices into it, or whose global position matters: partition rewrites the
         local operation (offset and mask).
+    apart: results depend only on operands with which they share letters, or which have none: a result without letters
+        is no reduction of anything.
     """
 
     operands: tuple[Dims, ...]
@@ -46,6 +48,7 @@ class Rule:
     through: frozenset[int] = frozenset()
     reduces: Mapping[str, Kind] = field(default_factory=dict)
     masked: frozenset[str] = frozenset()
+    apart: bool = False
 
     def __str__(self) -> str:
         def dims(ds: Dims) -> str:
