@@ -18,7 +18,6 @@ from vescale_fn.regions.moves import StateMove, move_of
 from vescale_fn.regions.states import I, R, State, States, U, V, join
 from vescale_fn.sharding.grammar import parse
 from vescale_fn.sharding.graph import Eqn, Source, Var, op_name
-from vescale_fn.sharding.layout import Layout, Partial, Shard
 from vescale_fn.sharding.rules import rule_for
 
 
@@ -67,14 +66,11 @@ def boundary_states(spec: str, axes: str, shape: tuple[int, ...]) -> dict[str, S
     >>> boundary_states("b/dp d {ct: tp}", "dp=2,tp=2,pp=2", (4, 3))
     {'dp': 'V', 'tp': 'R', 'pp': 'I'}
     """
-    layout = ops.boundary_layout(spec, axes, shape)
-    reduced = {a for entry in parse(spec).state if entry.kind == "ct" for a in entry.axes}
-    return {a: R if a in reduced else _entering(layout, a) for a in layout.mesh.names}
-
-
-def _entering(layout: Layout, axis: str) -> State:
-    state = layout[axis]
-    return V if isinstance(state, Shard) else U if isinstance(state, Partial) else I
+    ops.boundary_layout(spec, axes, shape)  # raises where they do not fit
+    parsed = parse(spec)
+    pending: dict[str, State] = {a: R if entry.kind == "ct" else U for entry in parsed.state for a in entry.axes}
+    # A spec says what varies by naming an axis, of one rank too.
+    return {a: pending.get(a, V if a in parsed.axes else I) for a in ops.group_of(axes).names}
 
 
 def _state(e: Eqn, states: Sequence[State], axis: str, zeros: Sequence[bool]) -> State:

@@ -79,7 +79,12 @@ class RankTensor(Tensor):
             return _scalar(args[0])
         mesh = next(x.mesh for x in _tensors((args, kwargs)) if isinstance(x, RankTensor))
         results = [func(*_of_rank(args, i), **_of_rank(kwargs, i)) for i in range(len(mesh.local_ranks))]
-        return args[0] if func._schema.is_mutable and _writes_first(func) else _gathered(results, mesh)
+        if not (func._schema.is_mutable and _writes_first(func)):
+            return _gathered(results, mesh)
+        if torch.Tag.inplace_view in func.tags:  # squeeze_ and its like: the shape of the whole changes with the parts
+            with torch._C._DisableTorchDispatch():
+                func(*args, **kwargs)
+        return args[0]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with unseen():
