@@ -210,6 +210,8 @@ class ShardMapped:
         what = f"shard_map({self.name}): {path}"
         sized = spec.with_sizes(sizes)
         for axis in spec.axes:
+            if region.outer is not None and axis in region.outer.manual:
+                raise RegionError(texts.opened_twice(self.name, [axis], region.outer.name))
             if axis in region.mesh.axis_names and axis not in region.axes:
                 raise RegionError(texts.not_manual(self.name, path, which, axis, region.axes.names))
         try:

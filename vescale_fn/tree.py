@@ -54,14 +54,14 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return optree.tree_map(fn, tree, *rest, **_OPTIONS)
 
 
-def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
-    """`tree` (nested tuples, lists and dicts of arguments) with fn applied to each tensor."""
-    if isinstance(tree, torch.Tensor):
+def map_tensors(tree: Any, fn: Callable[[Any], Any], kinds: type | tuple[type, ...] = torch.Tensor) -> Any:
+    """`tree` (nested tuples, lists and dicts of arguments) with fn applied to each tensor, or each of these kinds."""
+    if isinstance(tree, kinds):
         return fn(tree)
     if type(tree) in (tuple, list):
-        return type(tree)([map_tensors(t, fn) for t in tree])
+        return type(tree)([map_tensors(t, fn, kinds) for t in tree])
     if type(tree) is dict:
-        return {k: map_tensors(v, fn) for k, v in tree.items()}
+        return {k: map_tensors(v, fn, kinds) for k, v in tree.items()}
     return tree
 
 

@@ -59,7 +59,7 @@ class InsertCasts(TorchFunctionMode):
         if func in _GRADIENTS:
             check_losses(args[0] if args else kwargs.get("outputs", kwargs.get("tensors")))
             return func(*args, **kwargs)
-        args, kwargs = (map_tensors(t, lambda x: bring(self.region, x)) for t in (args, kwargs))
+        args, kwargs = (map_tensors(t, lambda x: bring(self.region, x), (Tensor, Array)) for t in (args, kwargs))
         found: list[Tensor] = []
         map_tensors((args, kwargs), found.append)
         if len(found) > 1 and self.region.checked:
