@@ -220,7 +220,8 @@ def test_a_schedule_gives_what_its_rates_give(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "theirs"), {(ours, theirs) for ours, theirs, _ in CASES.values()} | {(optim.muon, torch.optim.Muon)}
+    ("make", "theirs"),
+    [*dict.fromkeys((ours, theirs) for ours, theirs, _ in CASES.values()), (optim.muon, torch.optim.Muon)],
 )
 def test_arguments_and_defaults_are_those_of_torch(make: Any, theirs: Any) -> None:
     ours = {k: p.default for k, p in inspect.signature(make).parameters.items()}
