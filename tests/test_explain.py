@@ -74,11 +74,11 @@ def test_diff_lists_what_changed() -> None:
 def test_operations_without_a_rule_are_reported() -> None:
     b = Builder()
     x, w = b.input(8, 8), b.input(8, 8)
-    y = b.op(aten.histc.default, x, shape=(8, 8))
+    y = b.op(aten.matrix_exp.default, x, shape=(8, 8))
     plan = plan_of(b.graph(b.mm(y, w)), TP, {0: {"tp": Shard(0)}})
     assert plan.values[y]["tp"] == WHOLE
     assert plan.messages == (
-        "in0 is gathered along tp: aten.histc at step.py:1 has no rule.",
-        "aten.histc at step.py:1 has no rule: every rank does all of it. State one with "
+        "in0 is gathered along tp: aten.matrix_exp at step.py:1 has no rule.",
+        "aten.matrix_exp at step.py:1 has no rule: every rank does all of it. State one with "
         'vescale_fn.register_rule(op, "b !d -> b !d").',
     )

@@ -149,13 +149,13 @@ def test_a_plan_read_from_a_file_is_the_same_plan(tmp_path: Path) -> None:
 
 def test_an_operation_without_a_rule_warns_once_with_the_line_and_the_fix() -> None:
     mesh, x = vf.make_mesh(dp=2), torch.tensor([[3.0, 5.0], [1.0, 2.0]])
-    step = vf.pjit(lambda a: torch.renorm(a, 2, 0, 1.0) + torch.renorm(a, 1, 1, 2.0))
+    step = vf.pjit(lambda a: torch.geqrf(a).a + torch.geqrf(2 * a).tau)
     with pytest.warns(UserWarning, match="has no rule") as caught:
         got = step(vf.device_put(x, "b/dp d", mesh))
     (warning,) = caught
     line = step.fn.__code__.co_firstlineno
     assert str(warning.message) == (
-        f"aten.renorm at {__file__}:{line} has no rule: every rank does all of it. State one with "
+        f"aten.geqrf at {__file__}:{line} has no rule: every rank does all of it. State one with "
         'vescale_fn.register_rule(op, "b !d -> b !d").'
     )
     assert torch.equal(got.full(), step.fn(x))

@@ -30,7 +30,7 @@ def differences(out: str) -> list[float]:
             5,
             [
                 "  1 x all_reduce of (32, 16) forward\n  1 x all_reduce of (32, 16) backward\nsequence",
-                "  1 x all_gather of (8, 16) backward\n  1 x all_reduce of () forward\n  1 x reduce_scatter",
+                "  1 x all_reduce of () forward\n  1 x all_gather of (8, 16) backward\n  1 x reduce_scatter",
                 "accumulated: largest difference of loss and gradients",
             ],
         ),

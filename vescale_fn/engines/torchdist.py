@@ -135,6 +135,8 @@ class TorchDistExecutable(LockStep):
                 self.prepare()
             return super().__call__(inputs)
         except Exception as error:
+            self.routes.clear()  # a group lives as long as anyone holds it, and others wait on it as long as it lives
+            self.prepared.clear()
             engine.fail(error)
             raise
 
