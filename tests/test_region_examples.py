@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
+@functools.cache
 def run(name: str) -> str:
     done = subprocess.run([sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
