@@ -63,7 +63,9 @@ class RankTensor(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func in ALWAYS:
-            return ALWAYS[func](*args, **kwargs)
+            out = ALWAYS[func](*args, **kwargs)
+            if out is not NotImplemented:  # which leaves the call as it is
+                return out
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
             return func.decompose(*args, **kwargs)  # below autograd, what is made of other operations comes whole
         out = cls.run(func, args, kwargs)
