@@ -60,7 +60,7 @@ class _Walk:
                 self.zeros.update(e.outs)
 
     def equation(self, e: Eqn, given: Sequence[States], zeros: Sequence[bool]) -> States:
-        axes = {a for s in given for a in s} | own_axes(e)
+        axes = dict.fromkeys([*(a for s in given for a in s), *own_axes(e)])
         move = move_of(e.op, e.args[1:])
         if move is not None:
             self.check_move(e, move, given[0], zeros[0])
@@ -107,7 +107,7 @@ class _Walk:
                     zero[i], changed = False, True
                     states[i] = {a: U if after.get(a) == U else s for a, s in states[i].items()}
                     continue
-                both = {a: _carried(states[i].get(a, I), after.get(a, I)) for a in {*states[i], *after}}
+                both = {a: _carried(states[i].get(a, I), after.get(a, I)) for a in {**states[i], **after}}
                 if both != states[i]:
                     states[i], changed = both, True
             if not changed:

@@ -94,11 +94,11 @@ def _linear(e: Eqn) -> list[frozenset[int]]:
     return [*rule.linear, *(frozenset({i}) for i in rule.through)]
 
 
-def own_axes(e: Eqn) -> set[str]:
+def own_axes(e: Eqn) -> tuple[str, ...]:
     """The axes that an operation brings into play by itself."""
     if e.op is ops.AXIS_INDEX:
-        return set(ops.group_of(e.args[0]).names)
-    return set(ops.group_of(e.args[1]).names) if e.op is ops.TO_LOCAL else set()
+        return ops.group_of(e.args[0]).names
+    return ops.group_of(e.args[1]).names if e.op is ops.TO_LOCAL else ()
 
 
 def as_equation(op: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> tuple[Eqn, list[Tensor]]:

@@ -108,11 +108,10 @@ def note(op: Any, args: Any, kwargs: Any, out: Any, source: Source) -> None:
 
     Raises RegionError where parts of a sum are given to an operation that is not linear in them.
     """
-    region = _current.get()
-    axes = {a for states in _marked((args, kwargs)) for a in states} | (region.manual.keys() if region else set())
+    axes = _axes((args, kwargs))
     if axes or op is ops.TO_LOCAL:
         e, operands = as_equation(op, args, kwargs, out)
-        axes |= own_axes(e)
+        axes |= dict.fromkeys(own_axes(e))
         try:
             states = infer(e, [states_of(x) or {} for x in operands], axes)
         except Unreduced as u:
@@ -122,12 +121,17 @@ def note(op: Any, args: Any, kwargs: Any, out: Any, source: Source) -> None:
 
 def note_sub_program(op: Scan | Call, operands: Sequence[Any], results: Sequence[Tensor]) -> None:
     """Mark the results of a sub-program with their states."""
-    region = _current.get()
-    axes = {a for states in _marked(operands) for a in states} | (region.manual.keys() if region else set())
+    axes = _axes(operands)
     if axes:
         given = [states_of(x) or {} for x in operands if isinstance(x, Tensor)]
         for x, states in zip(results, infer_sub_program(op, given, axes)):
             mark(x, states)
+
+
+def _axes(tree: Any) -> dict[str, None]:
+    """The manual axes of the region under way, and of the tensors, in an order that does not change from run to run."""
+    region = _current.get()
+    return dict.fromkeys([*(region.manual if region else ()), *(a for states in _marked(tree) for a in states)])
 
 
 def _marked(tree: Any) -> list[States]:
