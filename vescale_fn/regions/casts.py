@@ -37,6 +37,8 @@ _METADATA = frozenset(
     }
 )
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward)
+# What speaks of the tensor that it is given, not of its values: nothing may stand for that one.
+_ABOUT_ITSELF = (Tensor.requires_grad_, Tensor.requires_grad.__get__, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
 class InsertCasts(TorchFunctionMode):
@@ -52,7 +54,7 @@ class InsertCasts(TorchFunctionMode):
         if func in _METADATA:
             return func(*args, **kwargs)
         elsewhere = current_trace() is not self.trace  # a sub-program enters the region by itself
-        if elsewhere or ops.is_ours(func) or _is_own_function(args):
+        if elsewhere or ops.is_ours(func) or _is_own_function(args) or func in _ABOUT_ITSELF:
             return func(*args, **kwargs)
         if args and _is_function(args[0]):
             args = (within(self.region, args[0]), *args[1:])
