@@ -18,7 +18,6 @@ from vescale_fn.regions.moves import StateMove, move_of
 from vescale_fn.regions.states import I, R, State, States, U, V, join
 from vescale_fn.sharding.grammar import parse
 from vescale_fn.sharding.graph import Eqn, Source, Var, op_name
-from vescale_fn.sharding.rules import rule_for
 
 
 class Unreduced(texts.RegionError):
@@ -88,6 +87,8 @@ def _state(e: Eqn, states: Sequence[State], axis: str, zeros: Sequence[bool]) ->
 
 def _linear(e: Eqn) -> list[frozenset[int]]:
     """Groups of operands in which an operation is linear."""
+    from vescale_fn.sharding.rules import rule_for  # importing the tables takes as long as half of the package
+
     rule = rule_for(e)
     if rule is None:
         return []
