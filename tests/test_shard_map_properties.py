@@ -62,19 +62,20 @@ def mapped(program: Program) -> None:
 
 
 def lowered(program: Program) -> None:
-    """Lowered gives the same bits as at once, values and gradients, and no collective that nobody wrote."""
+    """Lowered gives the same bits as at once, values and gradients, and no collective that nobody wrote. Along an axis
+    that is not manual the solver may cut a sum in parts, which rounds otherwise."""
     args = program.arguments()
 
     def step(*xs: Tensor) -> tuple[Tensor, ...]:
         y, back = vjp(program, *xs)
         return (y, *back(torch.cos(y)))
 
-    given = given_specs(program)
+    given, manual = given_specs(program), all(set(r.names) == set(program.sizes) for r in program.regions)
     last = program.regions[-1]
     placed = (last.spec(last.leaves), *given)
     run = vf.pjit(step, mesh=program.mesh, in_shardings=given, out_shardings=placed)
     for ours, theirs in zip(run(*args), step(*args), strict=True):
-        assert torch.equal(ours.full(), theirs)
+        equal(ours.full(), theirs, 0 if manual else 1e-12)
     inside = [c for c in run.lower(*args).collectives if c.phase == "forward"]
     if len(program.regions) == 1:
         assert len(inside) == program.collectives
