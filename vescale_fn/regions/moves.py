@@ -323,10 +323,13 @@ class Primitive(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.move = inputs[1]
+        ctx.set_materialize_grads(False)  # zeros that autograd makes belong to no rank
         ctx.line = user_source() if _has_no_derivative(ctx.move) else None
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return None, None
         if ctx.line is not None:
             raise texts.RegionError(texts.not_differentiable(ctx.move.kind, ctx.move.axes, ctx.line))
         return ctx.move.pull(grad), None

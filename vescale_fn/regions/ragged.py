@@ -33,11 +33,14 @@ class RaggedAllToAll(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         operand, _, *sizes, axes = inputs
         ctx.axes, ctx.rows = axes, operand.shape[0]
+        ctx.set_materialize_grads(False)  # zeros that autograd makes belong to no rank
         ctx.save_for_backward(*sizes)
         ctx.save_for_forward(*sizes)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return (None,) * 7
         starts, sends, lands, receives = ctx.saved_tensors
         swap = moves.AllToAll(ctx.axes, 0, 0, "V->V")  # what the others said about this rank
         landed, started = swap(lands), swap(starts)
