@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+
+import vescale_fn
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("vescale_fn", "sharding", "schedules")
@@ -27,6 +30,14 @@ def test_import_loads_nothing_that_can_wait() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"
+
+
+def test_what_waits_is_what_type_checkers_see() -> None:
+    """No public name is lost on the way."""
+    tree = ast.parse(Path(vescale_fn.__file__).read_text())
+    (block,) = (n for n in tree.body if isinstance(n, ast.If))
+    named = {a.asname for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert named == set(vescale_fn._LATER)
 
 
 def test_wheel_holds_each_module_once(tmp_path: Path) -> None:

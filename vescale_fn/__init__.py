@@ -75,6 +75,7 @@ __version__ = "0.1.0"
 # Imported when first used: most steps need few of them, and importing all would double the time of the import.
 _LATER = {
     "optim": "vescale_fn.optim",
+    "schedules": "vescale_fn.schedules",
     "random": "vescale_fn.random",
     "grad_and_value": "vescale_fn.schedules",
     "weighted": "vescale_fn.schedules",
