@@ -157,7 +157,7 @@ def test_no_permission_to_write(tmp_path: Path, nobody: None) -> None:
 
 def test_no_permission_to_read(folder: Path, request: pytest.FixtureRequest) -> None:
     file = data_of(folder)
-    for path in (folder, *folder.parents[:3]):
+    for path in (folder, *folder.parents[:4]):
         path.chmod(0o755)
     file.chmod(0)
     request.getfixturevalue("nobody")

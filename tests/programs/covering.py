@@ -96,7 +96,7 @@ def is_differentiable(sample: Sample) -> bool:
 
 OPTIONS: Mapping[str, Sequence[Any]] = {
     "place": ["step", "call", "remat"],
-    "options": [{}, {"deterministic": True}, {"regather": True}, {"donate": "safe"}, {"audit": 1}],
+    "options": [{}, {"deterministic": True}, {"keep": "none"}, {"donate": "safe"}, {"audit": 1}],
     "in_shardings": [False, True],
     "donates": [False, True],
 }

@@ -1,8 +1,8 @@
 """Equal equations are computed once.
 
 Sub-programs are left alone: a rematerialised body is there to be computed twice. What backward computes again is not
-kept since forward either, but for views, which cost no memory, and for what a reshard brings: that is asked for by
-`regather`.
+kept since forward either, but for views, which cost no memory, and for what a reshard brings: that is asked for
+by `keep`.
 """
 
 from __future__ import annotations
