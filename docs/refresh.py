@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-FILES = ("README.md", "docs/checkpoints.md", "docs/random.md", "docs/regions.md", "docs/specs.md")
+FILES = ("README.md", "docs/checkpoints.md", "docs/porting.md", "docs/random.md", "docs/regions.md", "docs/specs.md")
 PROGRAM = re.compile(
     r"```python\n(?P<code>.*?)```\n(?P<marker><!-- output of the program above -->\n)"
     r"```\n(?P<output>.*?)```\n<!-- end -->",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import subprocess
 import sys
@@ -30,3 +31,9 @@ def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert ((ROOT / page).parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_names_exist(page: str) -> None:
+    for name in re.findall(r"\bvf\.(\w+(?:\.\w+)*)", (ROOT / page).read_text()):
+        pkgutil.resolve_name(f"vescale_fn.{name}")
