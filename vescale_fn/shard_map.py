@@ -101,11 +101,16 @@ class ShardMapped:
         region, arrays = self.region(paths, leaves), any(isinstance(x, Array) for x in leaves)
         specs = self.specs_of_arguments(args)
         local = self.entered(region, paths, leaves, specs)
-        with inside(region):
-            result = self.fn(*unflatten(treedef, local))
-            out_paths, outs, out_def = flatten_with_paths(result)
-            out_specs = specs_for(self.out_specs, result, f"shard_map({self.name}): out_specs")
-            left = self.left(region, out_paths, outs, out_specs, arrays)
+        try:
+            with inside(region):
+                result = self.fn(*unflatten(treedef, local))
+                out_paths, outs, out_def = flatten_with_paths(result)
+                out_specs = specs_for(self.out_specs, result, f"shard_map({self.name}): out_specs")
+                left = self.left(region, out_paths, outs, out_specs, arrays)
+        except Exception as error:
+            if region.at_once is not None and region.outer is None:
+                region.at_once.failed(error)
+            raise
         return unflatten(out_def, left)
 
     def named(self, paths: Sequence[str], count: int) -> list[str]:
@@ -141,7 +146,7 @@ class ShardMapped:
             raise RegionError(texts.opened_twice(self.name, twice, outer.name))
         axes = tuple(a for a in mesh.axis_names if a in names)
         shape = MeshShape(axes, tuple(mesh.shape[a] for a in axes))
-        at_once = AtOnce(mesh) if trace is None else None
+        at_once = AtOnce.on(mesh) if trace is None else None
         return Region(self.name, mesh, shape, self.checked, outer, at_once)
 
     def specs_of_arguments(self, args: tuple[Any, ...]) -> list[Given]:

@@ -109,6 +109,21 @@ class AtOnce:
     """How values enter a region that runs at once."""
 
     mesh: Mesh
+    failures: int = 0  # of the engine when the region began
+
+    @staticmethod
+    def on(mesh: Mesh) -> AtOnce:
+        if mesh.processes == 1:
+            return AtOnce(mesh)
+        engine: Any = engine_for(mesh)
+        engine.enter()
+        return AtOnce(mesh, engine.failures)
+
+    def failed(self, error: Exception) -> None:
+        """Tell the other processes, unless the engine, where it failed, has told them."""
+        engine: Any = engine_for(self.mesh)
+        if self.mesh.processes > 1 and engine.failures == self.failures:
+            engine.fail(error)
 
     def parts(self, x: Any, axes: str, spec: str) -> RankTensor:
         """What each rank of this process sees of a global tensor or Array."""
@@ -221,20 +236,31 @@ def _collective(op: Any) -> Callable[..., RankTensor]:
 
 def _by_engine(made: comm.Comm, operands: Sequence[RankTensor]) -> RankTensor:
     mesh = operands[0].mesh
-    run = _one_equation(mesh, made, tuple((tuple(x.shape), x.dtype) for x in operands))
+    program = _one_equation(mesh, made, tuple((tuple(x.shape), x.dtype) for x in operands))
     rows = [[p.contiguous() for p in row] for row in zip(*(x.parts for x in operands))]
-    return RankTensor([row[0] for row in run(rows)], mesh)
+    return RankTensor([row[0] for row in _executable(mesh, program)(rows)], mesh)
+
+
+def _executable(mesh: Mesh, program: Program) -> Executable:
+    """A program ready to run. Several processes run the Python code of a region each by itself: they meet before every
+    collective and compare it, which an engine does when it runs a program for the first time."""
+    return _loaded(mesh, program) if mesh.processes == 1 else engine_for(mesh).load(program)
 
 
 @lru_cache(maxsize=1024)
-def _one_equation(mesh: Mesh, made: comm.Comm, operands: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> Executable:
+def _loaded(mesh: Mesh, program: Program) -> Executable:
+    return engine_for(mesh).load(program)
+
+
+@lru_cache(maxsize=1024)
+def _one_equation(mesh: Mesh, made: comm.Comm, operands: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> Program:
     """The program of one collective on values of the ranks' own."""
     inputs = tuple(Var(f"x{i}", shape, dtype) for i, (shape, dtype) in enumerate(operands))
     shape = _result_shape(mesh, made, [s for s, _ in operands])
     out = Var("y", shape, operands[0][1])
     layouts = {v: Layout.of(mesh.shape, v.shape, dict.fromkeys(mesh.axis_names, MANUAL)) for v in (*inputs, out)}
     graph = Graph(inputs, (Eqn(made, inputs, {}, (out,)),), (out,))
-    return engine_for(mesh).load(Program(mesh.shape, graph, layouts))
+    return Program(mesh.shape, graph, layouts)
 
 
 def _result_shape(mesh: Mesh, made: comm.Comm, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -271,20 +297,18 @@ def _to_global(x: RankTensor, axes: str, spec: str) -> Tensor:
     layout = boundary_layout(spec, axes, global_shape(spec, axes, x.shape))
     nested = len(group_of(axes).names) < len(states_of(x) or {})
     start = _on_mesh(layout, x.mesh, MANUAL if nested else WHOLE)
-    (column,) = zip(*_whole(x.mesh, start, x.dtype)([[p] for p in x.parts]))
+    (column,) = zip(*_executable(x.mesh, _whole(start, x.dtype))([[p] for p in x.parts]))
     return RankTensor(column, x.mesh) if nested else column[0]
 
 
 @lru_cache(maxsize=1024)
-def _whole(mesh: Mesh, start: Layout, dtype: torch.dtype) -> Executable:
+def _whole(start: Layout, dtype: torch.dtype) -> Program:
     """The program that makes a value whole along the axes that are not manual."""
     source = Var("x", start.shape, dtype)
     builder = Builder({source: start}, Names({"x"}))
     to = start.with_states({a: WHOLE for a, s in zip(start.mesh.names, start.states) if s != MANUAL})
     chain = [source, *builder.reshard(source, to, Source(), "forward")]
-    return engine_for(mesh).load(
-        Program(mesh.shape, Graph((source,), tuple(builder.eqns), (chain[-1],)), builder.layouts)
-    )
+    return Program(start.mesh, Graph((source,), tuple(builder.eqns), (chain[-1],)), builder.layouts)
 
 
 def _ragged(*args: Any) -> RankTensor:
