@@ -49,6 +49,11 @@ def _reason(p: AxisProblem, choice: Choice, user: Node) -> str:
         return "the step returns it whole"
     if user.layout is not None:
         return f"the constraint at {user.eqn.source} asks for it whole"
+    if user.eqn in p.problem.regions.boundary:
+        return (
+            f"the region at {user.eqn.source} takes it whole; pass it as an argument, with an in_spec that shards it, "
+            "to keep it in parts"
+        )
     where = f"{op_name(user.eqn.op)} at {user.eqn.source}"
     if user.rule is None:
         return f"{where} has no rule"

@@ -58,3 +58,17 @@ def test_some_are_mapped(out_dims: Any) -> None:
 def test_derivatives(transform: Any) -> None:
     agree(*([transform(lambda b: f(A, b, INDEX)[0].sin())(B)] for f in (REGION, plain)))  # noqa: B023
     agree(*([transform(lambda a: f(a, B, INDEX)[0].sin().sum())(A)] for f in (REGION, plain)))  # noqa: B023
+
+
+def test_what_a_region_closes_over_is_gathered_once_and_reported() -> None:
+    w = vf.device_put(A, "n/x d", MESH)
+    region = vf.shard_map(lambda x: x @ w + (2 * x) @ w, mesh=MESH, in_specs="b/x n", out_specs="b/x d")
+    step, x = vf.pjit(lambda x: region(x)), vf.device_put(A @ A.mT, "b/x n", MESH)
+    lowered = step.lower(x)
+    assert [c.kind for c in lowered.collectives] == ["all_gather"]
+    line = lowered.collectives[0].source
+    assert lowered.plan.messages == (
+        f"captured_0 is gathered along x: the region at {line} takes it whole; pass it as an argument, with an in_spec "
+        "that shards it, to keep it in parts.",
+    )
+    agree([step(x)], [3 * (A @ A.mT) @ A])
