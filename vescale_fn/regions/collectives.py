@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from vescale_fn.loop import requires_grad
 from vescale_fn.regions import moves, ops, texts
 from vescale_fn.regions.casts import axes_with_sizes, bring, cast
 from vescale_fn.regions.marks import mark, states_of
@@ -331,7 +332,7 @@ class Site:
         """The move, its gradient summed in `dtype`, which must be said for dtypes that round a lot."""
         if dtype is not None:
             return moves.Wide(move.axes, move, dtype)(t)
-        if reduces and t.dtype in _LOW_PRECISION and needs_gradient(t):
+        if reduces and t.dtype in _LOW_PRECISION and requires_grad(t):
             name = str(t.dtype).removeprefix("torch.")
             raise RegionError(texts.reducing_backward(self.function, name, "psum_scatter"))
         return move(t)
@@ -402,14 +403,3 @@ def _each(function: str, x: Any, axis: Axes, collective: Callable[[Site, Tensor]
         return collective(site, bring(site.region, t))
 
     return map_leaves(one, x)
-
-
-def needs_gradient(x: Tensor) -> bool:
-    """Whether a gradient is being taken through x, at any level."""
-    functorch = torch._C._functorch
-    while True:
-        if x.requires_grad:
-            return True
-        if not functorch.is_functorch_wrapped_tensor(x):
-            return False
-        x = functorch.get_unwrapped(x)
