@@ -21,7 +21,7 @@ from vescale_fn.regions import ops
 from vescale_fn.regions.check import infer_sub_program
 from vescale_fn.regions.infer import Unreduced, as_equation, infer, own_axes
 from vescale_fn.regions.marks import mark, states_of
-from vescale_fn.regions.states import States
+from vescale_fn.regions.states import I, States, U, join
 from vescale_fn.sharding.graph import Call, Scan, Source
 from vescale_fn.sharding.mesh import Mesh, MeshShape
 from vescale_fn.tree import map_tensors
@@ -110,8 +110,11 @@ def note(op: Any, args: Any, kwargs: Any, out: Any, source: Source) -> None:
 
     Raises RegionError where parts of a sum are given to an operation that is not linear in them.
     """
-    axes = _axes((args, kwargs))
-    if axes or op is ops.TO_LOCAL:
+    axes, found = _axes((args, kwargs)), _marked((args, kwargs))
+    if axes and not ops.is_ours(op) and not any(U in states.values() for states in found):  # most: nothing to look up
+        joined = {a: join(states.get(a, I) for states in found) for a in axes}
+        map_tensors(out, lambda x: mark(x, joined))
+    elif axes or op is ops.TO_LOCAL:
         e, operands = as_equation(op, args, kwargs, out)
         axes |= dict.fromkeys(own_axes(e))
         try:
