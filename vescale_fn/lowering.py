@@ -27,7 +27,7 @@ from vescale_fn.sharding.blocked import blocked
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, equations, op_name
 from vescale_fn.sharding.layout import MANUAL, Layout
 from vescale_fn.sharding.plan import Plan
-from vescale_fn.sharding.problem import RuleFor, build
+from vescale_fn.sharding.problem import Regions, RuleFor, build
 from vescale_fn.sharding.report import no_rule
 from vescale_fn.sharding.rules import rule_for
 from vescale_fn.sharding.rules.registry import form
@@ -79,24 +79,24 @@ def _solved(graph: Graph, request: Request, rule: RuleFor) -> Plan:
     from vescale_fn.sharding.solve import solve  # with scipy, which takes half a second to import
 
     inputs, roles = _given(graph, request)
+    regions = regions_of(graph)
     return solve(
         graph,
         request.mesh.shape,
         inputs=inputs,
         outputs=request.outputs,
         roles=roles,
-        constraints=_constraints(graph, request),
+        constraints=_constraints(graph, request, regions),
         rule_for=rule,
         continues={o: graph.inputs[i] for o, i in request.continues.items()},
-        regions=regions_of(graph),
+        regions=regions,
     )
 
 
-def _constraints(graph: Graph, request: Request) -> dict[Eqn, Layout]:
+def _constraints(graph: Graph, request: Request, regions: Regions) -> dict[Eqn, Layout]:
     """The layouts that `reshard` asks for; along the axes of a region it has no say."""
-    manual = regions_of(graph).manual
     found = constraints(graph, request.mesh.shape)
-    return {e: x.with_states(dict.fromkeys(manual.get(e.operands[0], ()), MANUAL)) for e, x in found.items()}
+    return {e: x.with_states(dict.fromkeys(regions.manual.get(e.operands[0], ()), MANUAL)) for e, x in found.items()}
 
 
 def split_on_intent(graph: Graph, request: Request, rule: RuleFor) -> Graph:
@@ -104,7 +104,8 @@ def split_on_intent(graph: Graph, request: Request, rule: RuleFor) -> Graph:
     mesh, device = request.mesh.shape, request.mesh.device_of(0)
     inputs, roles = _given(graph, request)
     while True:
-        problem = build(graph, inputs, request.outputs, _constraints(graph, request), rule, {}, regions_of(graph))
+        regions = regions_of(graph)
+        problem = build(graph, inputs, request.outputs, _constraints(graph, request, regions), rule, {}, regions)
         found = blocked(problem, mesh, roles, ON_INTENT.keys())
         graphs = {e: decompose_eqn(e, ON_INTENT[e.op], device) for e in found}
         replacements = {e: g for e, g in graphs.items() if g is not None}

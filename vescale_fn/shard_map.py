@@ -12,7 +12,7 @@ from torch import Tensor
 from vescale_fn.arguments import parameters_of
 from vescale_fn.array import Array
 from vescale_fn.regions import texts
-from vescale_fn.regions.casts import bring, cast, enter
+from vescale_fn.regions.casts import bring, changes, enter, recast
 from vescale_fn.regions.infer import boundary_states
 from vescale_fn.regions.marks import states_of
 from vescale_fn.regions.moves import Edges, ToGlobal
@@ -238,20 +238,12 @@ class ShardMapped:
 
     def promised(self, region: Region, path: str, y: Tensor, expected: dict[str, State]) -> Tensor:
         """The output in the states that its spec says. Raises RegionError where it cannot be in them."""
-        states = states_of(y) or {}
-        steps: dict[str, list[str]] = {}
-        for axis, wanted in expected.items():
-            found: State = states.get(axis, I) if region.checked else UNCHECKED
-            if found == wanted:
-                continue
+        steps = changes(states_of(y) if region.checked else dict.fromkeys(expected, UNCHECKED), expected)
+        for (found, wanted), axes in steps.items():
             if found != UNCHECKED and (found, wanted) not in _LEAVES:
-                if wanted == U:
-                    raise RegionError(texts.not_a_sum(self.name, path, axis, found))
-                raise RegionError(texts.broken_promise(self.name, path, axis, found))
-            steps.setdefault(f"{found}->{wanted}", []).append(axis)
-        for step, axes in steps.items():
-            y = cast(y, axes, step, region)
-        return y
+                broken = texts.not_a_sum if wanted == U else texts.broken_promise
+                raise RegionError(broken(self.name, path, axes[0], found))
+        return recast(y, steps, region)
 
 
 _LEAVES = {(I, V), (R, V), (R, I), (I, R)}  # casts that an out_spec may imply

@@ -17,11 +17,11 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from vescale_fn.array import Array
 from vescale_fn.indexing import at_positions
 from vescale_fn.regions import ops, texts
-from vescale_fn.regions.infer import Unreduced, boundary_states
+from vescale_fn.regions.infer import Unreduced
 from vescale_fn.regions.marks import states_of
 from vescale_fn.regions.moves import Cast, Edges, ToLocal
 from vescale_fn.regions.region import Region, current_region, inside
-from vescale_fn.regions.states import COTANGENT, UNCHECKED, I, R, State, U, V, join
+from vescale_fn.regions.states import COTANGENT, UNCHECKED, I, R, State, States, U, V, join
 from vescale_fn.source import user_source
 from vescale_fn.trace import current_trace
 from vescale_fn.tree import map_tensors
@@ -38,7 +38,7 @@ _METADATA = frozenset(
 )
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward)
 # What speaks of the tensor that it is given, not of its values: nothing may stand for that one.
-_ABOUT_ITSELF = (Tensor.requires_grad_, Tensor.requires_grad.__get__, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+_ABOUT_ITSELF = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
 class InsertCasts(TorchFunctionMode):
@@ -102,18 +102,12 @@ class InsertCasts(TorchFunctionMode):
                 )
 
     def _cast(self, func: Any, x: Tensor, targets: Mapping[str, State], found: Sequence[Tensor]) -> Tensor:
-        """x in the target states; axes that change alike change together."""
-        states = states_of(x) or {}
-        steps: dict[str, list[str]] = {}
-        for axis, target in targets.items():
-            state = states.get(axis, I)
-            if state not in (target, U):
-                steps.setdefault(f"{state}->{target}", []).append(axis)
+        """x in the target states."""
+        steps = {s: axes for s, axes in changes(states_of(x), targets).items() if s[0] != U}
         if steps and _writes(func) and x is found[0]:
-            raise texts.RegionError(texts.cast_in_place(_function(func), name_of(x), steps, user_source()))
-        for step, axes in steps.items():
-            x = cast(x, axes, step, self.region)
-        return x
+            (step, axes), *_ = steps.items()
+            raise texts.RegionError(texts.cast_in_place(_function(func), name_of(x), step, axes, user_source()))
+        return recast(x, steps, self.region)
 
 
 def bring(region: Region, x: Any) -> Tensor:
@@ -132,6 +126,26 @@ def bring(region: Region, x: Any) -> Tensor:
 def cast(x: Tensor, axes: Sequence[str], states: str, region: Region) -> Tensor:
     """The same value in another state along these axes."""
     return Cast(axes_with_sizes(region, axes), states)(x)
+
+
+Changes = Mapping[tuple[State, State], Sequence[str]]  # (state, target) -> the axes that change so
+
+
+def changes(states: States | None, targets: Mapping[str, State]) -> dict[tuple[State, State], list[str]]:
+    """What brings a value of these states into the target states; axes that change alike change together."""
+    found: dict[tuple[State, State], list[str]] = {}
+    for axis, target in targets.items():
+        state = (states or {}).get(axis, I)
+        if state != target:
+            found.setdefault((state, target), []).append(axis)
+    return found
+
+
+def recast(x: Tensor, steps: Changes, region: Region) -> Tensor:
+    """x after these changes."""
+    for (before, after), axes in steps.items():
+        x = cast(x, axes, f"{before}->{after}", region)
+    return x
 
 
 def carried(path: str, before: Any, after: Any) -> Any:
@@ -171,16 +185,8 @@ def enter(region: Region, values: Sequence[Any], specs: Sequence[str]) -> list[T
     found = Edges(tuple(ToLocal(axes, spec, parts) for spec in specs))(values)
     if region.checked:
         return found
-    return [_unchecked(region, y, spec, tuple(x.shape)) for x, y, spec in zip(values, found, specs)]
-
-
-def _unchecked(region: Region, x: Tensor, spec: str, shape: tuple[int, ...]) -> Tensor:
-    by_state: dict[State, list[str]] = {}
-    for axis, state in boundary_states(spec, str(region.axes), shape).items():
-        by_state.setdefault(state, []).append(axis)
-    for state, names in by_state.items():
-        x = cast(x, names, f"{state}->{UNCHECKED}", region)
-    return x
+    unchecked: dict[str, State] = dict.fromkeys(region.axes.names, UNCHECKED)
+    return [recast(x, changes(states_of(x), unchecked), region) for x in found]
 
 
 def check_losses(outputs: Any) -> None:

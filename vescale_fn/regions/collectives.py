@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vescale_fn.loop import requires_grad
 from vescale_fn.regions import moves, ops, texts
-from vescale_fn.regions.casts import axes_with_sizes, bring, cast
+from vescale_fn.regions.casts import axes_with_sizes, bring, changes, recast
 from vescale_fn.regions.marks import mark, states_of
 from vescale_fn.regions.pattern import Moved, is_pattern, read, require
 from vescale_fn.regions.ragged import exchange_rows
@@ -178,18 +178,13 @@ def pcast(x: Any, axis: Axes, *, to: Literal["varying", "invarying", "unreduced"
     def change(site: Site, t: Tensor) -> Tensor:
         if not site.region.checked:
             return t
-        steps: dict[State, list[str]] = {}
-        for a in site.names:
-            steps.setdefault((states_of(t) or {}).get(a, I), []).append(a)
-        for before, axes in steps.items():
-            if before == after:
-                continue
-            if (before, after) == (I, U):
+        for step, axes in changes(states_of(t), dict.fromkeys(site.names, after)).items():
+            if step == (I, U):
                 t = moves.Keep(axes_with_sizes(site.region, axes), 0, "I->U")(t)
-            elif (before, after) in _LEGAL:
-                t = cast(t, axes, f"{before}->{after}", site.region)
+            elif step in _LEGAL:
+                t = recast(t, {step: axes}, site.region)
             else:
-                raise RegionError(texts.no_cast(axes[0], before, after))
+                raise RegionError(texts.no_cast(axes[0], *step))
         return t
 
     return _each("pcast", x, axis, change)
@@ -322,11 +317,7 @@ class Site:
         """The operand as varying, where it is not."""
         if not self.region.checked or to != V:
             return t
-        for before in (I, R):
-            axes = [a for a in self.names if (states_of(t) or {}).get(a, I) == before]
-            if axes:
-                t = cast(t, axes, f"{before}->{V}", self.region)
-        return t
+        return recast(t, changes(states_of(t), dict.fromkeys(self.names, V)), self.region)
 
     def widened(self, move: moves.Move, t: Tensor, dtype: torch.dtype | None, reduces: bool) -> Tensor:
         """The move, its gradient summed in `dtype`, which must be said for dtypes that round a lot."""

@@ -6,10 +6,9 @@ varies. Parts of a sum pass only through operations linear in them, which the fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vescale_fn.fx_graph import FILLS
@@ -18,6 +17,7 @@ from vescale_fn.regions.moves import StateMove, move_of
 from vescale_fn.regions.states import I, R, State, States, U, V, join
 from vescale_fn.sharding.grammar import parse
 from vescale_fn.sharding.graph import Eqn, Source, Var, op_name
+from vescale_fn.tree import map_tensors
 
 
 class Unreduced(texts.RegionError):
@@ -110,17 +110,7 @@ def as_equation(op: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> tupl
         tensors.append(t)
         return Var("x", tuple(t.shape), t.dtype)
 
-    mapped = _map(args, var), _map(kwargs, var)
+    mapped, named = map_tensors(args, var), map_tensors(kwargs, var)
     results: list[Var] = []
-    _map(out, lambda t: results.append(Var("y", tuple(t.shape), t.dtype)))
-    return Eqn(op, tuple(mapped[0]), dict(mapped[1]), tuple(results)), tensors
-
-
-def _map(tree: Any, fn: Callable[[Tensor], Any]) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return fn(tree)
-    if isinstance(tree, (tuple, list)):
-        return [_map(t, fn) for t in tree] if isinstance(tree, list) else tuple(_map(t, fn) for t in tree)
-    if isinstance(tree, Mapping):
-        return {k: _map(v, fn) for k, v in tree.items()}
-    return tree
+    map_tensors(out, lambda t: results.append(Var("y", tuple(t.shape), t.dtype)))
+    return Eqn(op, tuple(mapped), named, tuple(results)), tensors

@@ -20,6 +20,7 @@ from vescale_fn.effects import DEBUG_PRINT
 from vescale_fn.engines import Executable, engine_for
 from vescale_fn.functional import unseen
 from vescale_fn.interpret import evaluate_equation, run_graph, run_scan
+from vescale_fn.local_ops import keep
 from vescale_fn.local_print import print_once, print_parts
 from vescale_fn.localize.context import Builder
 from vescale_fn.move import move_to
@@ -145,8 +146,7 @@ class AtOnce:
 
     def index(self, axes: str) -> RankTensor:
         """Every rank's position along axes."""
-        names = group_of(axes).names
-        at = ((r, bind_constant(AxisIndex(names), self.mesh.shape, c)) for r, c in _ranks(self.mesh))
+        at = zip(self.mesh.local_ranks, _positions(self.mesh, axes))
         with unseen():
             return RankTensor([torch.tensor(i, device=self.mesh.device_of(r)) for r, i in at], self.mesh)
 
@@ -159,6 +159,11 @@ class AtOnce:
 
 def _ranks(mesh: Mesh) -> list[tuple[int, dict[str, int]]]:
     return [(r, mesh.shape.coords(r)) for r in mesh.local_ranks]
+
+
+def _positions(mesh: Mesh, axes: str) -> list[int]:
+    """Where each rank of this process stands along axes."""
+    return [bind_constant(AxisIndex(group_of(axes).names), mesh.shape, c) for _, c in _ranks(mesh)]
 
 
 def _on_mesh(layout: Layout, mesh: Mesh, others: Any = WHOLE) -> Layout:
@@ -229,14 +234,18 @@ def _scalar(x: RankTensor) -> Any:
 def _collective(op: Any) -> Callable[..., RankTensor]:
     def run(x: RankTensor, axes: str, *rest: Any) -> RankTensor:
         made = COLLECTIVES[op](axes, *(tuple(r) if isinstance(r, list) else r for r in rest))
-        return _by_engine(made, [x]) if group_of(axes).size > 1 else _alias(x)
+        if group_of(axes).size == 1:
+            return _alias(x)
+        shape = op(torch.empty(x.shape, device="meta"), axes, *rest).shape
+        return _by_engine(made, [x], tuple(shape))
 
     return run
 
 
-def _by_engine(made: comm.Comm, operands: Sequence[RankTensor]) -> RankTensor:
+def _by_engine(made: comm.Comm, operands: Sequence[RankTensor], shape: tuple[int, ...]) -> RankTensor:
+    """The collective of these operands, whose result has this shape."""
     mesh = operands[0].mesh
-    program = _one_equation(mesh, made, tuple((tuple(x.shape), x.dtype) for x in operands))
+    program = _one_equation(mesh, made, tuple((tuple(x.shape), x.dtype) for x in operands), shape)
     rows = [[p.contiguous() for p in row] for row in zip(*(x.parts for x in operands))]
     return RankTensor([row[0] for row in _executable(mesh, program)(rows)], mesh)
 
@@ -253,27 +262,15 @@ def _loaded(mesh: Mesh, program: Program) -> Executable:
 
 
 @lru_cache(maxsize=1024)
-def _one_equation(mesh: Mesh, made: comm.Comm, operands: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> Program:
+def _one_equation(
+    mesh: Mesh, made: comm.Comm, operands: tuple[tuple[tuple[int, ...], torch.dtype], ...], shape: tuple[int, ...]
+) -> Program:
     """The program of one collective on values of the ranks' own."""
     inputs = tuple(Var(f"x{i}", shape, dtype) for i, (shape, dtype) in enumerate(operands))
-    shape = _result_shape(mesh, made, [s for s, _ in operands])
     out = Var("y", shape, operands[0][1])
     layouts = {v: Layout.of(mesh.shape, v.shape, dict.fromkeys(mesh.axis_names, MANUAL)) for v in (*inputs, out)}
     graph = Graph(inputs, (Eqn(made, inputs, {}, (out,)),), (out,))
     return Program(mesh.shape, graph, layouts)
-
-
-def _result_shape(mesh: Mesh, made: comm.Comm, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    shape = list(shapes[1] if isinstance(made, comm.RaggedAllToAll) else shapes[0])
-    n = mesh.shape.extent(made.axes)
-    if isinstance(made, comm.AllGather):
-        shape[made.dim] *= n
-    elif isinstance(made, (comm.ReduceScatter, comm.Slice)):
-        shape[made.dim] //= n
-    elif isinstance(made, comm.AllToAll):
-        shape[made.split_dim] //= n
-        shape[made.concat_dim] *= n
-    return tuple(shape)
 
 
 def _alias(x: RankTensor, *_: Any) -> RankTensor:
@@ -281,9 +278,7 @@ def _alias(x: RankTensor, *_: Any) -> RankTensor:
 
 
 def _keep(x: RankTensor, axes: str, index: int, _: str) -> RankTensor:
-    names = group_of(axes).names
-    at = [bind_constant(AxisIndex(names), x.mesh.shape, c) for _, c in _ranks(x.mesh)]
-    return RankTensor([p.clone() if i == index else torch.zeros_like(p) for i, p in zip(at, x.parts)], x.mesh)
+    return RankTensor([keep(p, i, index) for p, i in zip(x.parts, _positions(x.mesh, axes))], x.mesh)
 
 
 def _to_local(x: RankTensor, axes: str, spec: str) -> RankTensor:
@@ -312,7 +307,7 @@ def _whole(start: Layout, dtype: torch.dtype) -> Program:
 
 
 def _ragged(*args: Any) -> RankTensor:
-    return _by_engine(comm.RaggedAllToAll(group_of(args[6]).names), args[:6])
+    return _by_engine(comm.RaggedAllToAll(group_of(args[6]).names), args[:6], tuple(args[1].shape))
 
 
 def _print(values: Sequence[Tensor], text: str, batch_dims: int, per_rank: bool) -> None:

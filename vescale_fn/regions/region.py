@@ -97,7 +97,7 @@ class Spread(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.region.at_once is None or ops.is_ours(func) or func is torch.ops.prim.device.default:
             return out
         spread = map_tensors(out, self.region.at_once.same)
-        if spread is not out and not any(True for _ in _marked((args, kwargs))):
+        if not _marked((args, kwargs)):
             note(func, args, kwargs or {}, spread, Source())
         return spread
 
@@ -110,7 +110,8 @@ def note(op: Any, args: Any, kwargs: Any, out: Any, source: Source) -> None:
 
     Raises RegionError where parts of a sum are given to an operation that is not linear in them.
     """
-    axes, found = _axes((args, kwargs)), _marked((args, kwargs))
+    found = _marked((args, kwargs))
+    axes = _axes(found)
     if axes and not ops.is_ours(op) and not any(U in states.values() for states in found):  # most: nothing to look up
         joined = {a: join(states.get(a, I) for states in found) for a in axes}
         map_tensors(out, lambda x: mark(x, joined))
@@ -126,17 +127,17 @@ def note(op: Any, args: Any, kwargs: Any, out: Any, source: Source) -> None:
 
 def note_sub_program(op: Scan | Call, operands: Sequence[Any], results: Sequence[Tensor]) -> None:
     """Mark the results of a sub-program with their states."""
-    axes = _axes(operands)
+    axes = _axes(_marked(operands))
     if axes:
         given = [states_of(x) or {} for x in operands if isinstance(x, Tensor)]
         for x, states in zip(results, infer_sub_program(op, given, axes)):
             mark(x, states)
 
 
-def _axes(tree: Any) -> dict[str, None]:
-    """The manual axes of the region under way, and of the tensors, in an order that does not change from run to run."""
+def _axes(found: Sequence[States]) -> dict[str, None]:
+    """The manual axes of the region under way, and of these states, in the same order in every run."""
     region = _current.get()
-    return dict.fromkeys([*(region.manual if region else ()), *(a for states in _marked(tree) for a in states)])
+    return dict.fromkeys([*(region.manual if region else ()), *(a for states in found for a in states)])
 
 
 def _marked(tree: Any) -> list[States]:

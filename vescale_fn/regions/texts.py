@@ -185,14 +185,13 @@ def mixed(function: str, summed: str, other: str, state: State, axis: str, sourc
     )
 
 
-def cast_in_place(function: str, name: str, steps: Mapping[str, Sequence[str]], source: Source) -> str:
-    (step, axes), *_ = steps.items()
-    before, after = step.split("->")
+def cast_in_place(function: str, name: str, step: tuple[State, State], axes: Sequence[str], source: Source) -> str:
+    before, after = step
     target = name or "x"
     return (
-        f"{function}: {_value(name)} is {NAMES[before]} over {_axes(axes)}, and what is written into it is "  # type: ignore[index]
-        f"{NAMES[after]}. Make room for it first: "  # type: ignore[index]
-        f"{target} = vf.pcast({target}, {_axes(axes)}, to='{NAMES[after]}')." + _at(source)  # type: ignore[index]
+        f"{function}: {_value(name)} is {NAMES[before]} over {_axes(axes)}, and what is written into it is "
+        f"{NAMES[after]}. Make room for it first: "
+        f"{target} = vf.pcast({target}, {_axes(axes)}, to='{NAMES[after]}')." + _at(source)
     )
 
 
