@@ -29,6 +29,7 @@ class Failure:
     kind: str
     message: str
     trace: str
+    joined: bool  # the world; who did not can join no other: torch counts the groups it tried to make
 
 
 @dataclass
@@ -49,7 +50,7 @@ class Pool:
             self.workers.append(worker)
             self.pipes.append(here)
 
-    def outcomes(self, fn: Callable[..., Any], *args: Any, processes: int = 2, timeout: float = 60) -> list[Any]:
+    def outcomes(self, fn: Callable[..., Any], *args: Any, processes: int = 2, timeout: float = 120) -> list[Any]:
         """fn(process, processes, *args) in each of `processes` workers: what they return, or a Failure, by process.
         `fn` must be a function of a module in this folder."""
         if not all(w.is_alive() for w in self.workers):  # one died of what it ran: its test has failed, others go on
@@ -60,9 +61,12 @@ class Pool:
         store = f"file://{self.folder.name}/store{self.tasks}"
         for process, pipe in enumerate(self.pipes[:processes]):
             pipe.send((fn.__module__, fn.__qualname__, store, process, processes, args))
-        return [self._receive(pipe, timeout) for pipe in self.pipes[:processes]]
+        results = [self._receive(pipe, timeout) for pipe in self.pipes[:processes]]
+        if any(isinstance(r, Failure) and not r.joined for r in results):
+            self.stop()
+        return results
 
-    def run(self, fn: Callable[..., Any], *args: Any, processes: int = 2, timeout: float = 60) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, processes: int = 2, timeout: float = 120) -> list[Any]:
         """Like `outcomes`, where nobody may fail."""
         results = self.outcomes(fn, *args, processes=processes, timeout=timeout)
         failures = [r for r in results if isinstance(r, Failure)]
@@ -96,14 +100,15 @@ def _serve(pipe: Connection) -> None:
         except EOFError:
             return
         os.environ.update(RANK=str(process), WORLD_SIZE=str(processes), LOCAL_RANK=str(process))
+        os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # a short task must not leave while others still connect
         try:
             dist.init_process_group(
-                "gloo", init_method=store, rank=process, world_size=processes, timeout=timedelta(seconds=50)
+                "gloo", init_method=store, rank=process, world_size=processes, timeout=timedelta(seconds=100)
             )
             pipe.send(getattr(importlib.import_module(module), name)(process, processes, *args))
         except Exception as error:
             text = "\n".join([str(error), *getattr(error, "__notes__", [])])
-            pipe.send(Failure(type(error).__name__, text, traceback.format_exc()))
+            pipe.send(Failure(type(error).__name__, text, traceback.format_exc(), dist.is_initialized()))
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

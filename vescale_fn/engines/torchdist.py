@@ -143,10 +143,13 @@ class TorchDistExecutable(LockStep):
     def prepare(self) -> None:
         """Work out how each collective travels."""
         self.routes.clear()
+        wires = len(self.engine.wires)
         for site in self.code.sites:
             teams = self.engine.teams(site.comm.axes)
             self.routes[site] = [self.route(site, ranks, team) for ranks, team in teams]
         self.prepared[:] = [self.engine.wires]
+        if len(self.engine.wires) > wires:  # one that failed now would cut wires that others still connect
+            self.engine.watch.meet("connected")
 
     def route(self, site: Site, ranks: tuple[int, ...], team: Team) -> Route:
         start = self.ranks[0]

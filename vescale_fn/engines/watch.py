@@ -40,7 +40,7 @@ class Watch:
         self.calls, self.code = self.calls + 1, code
         if first and self.processes > 1:
             self.compare()
-            self.meet()
+            self.meet("here")
 
     def compare(self) -> None:
         """Raise if another process runs another program as the same call. Whoever comes first sets the measure."""
@@ -52,10 +52,10 @@ class Watch:
             source = zlib.decompress(bytes.fromhex(self.store.get(f"{key} source").decode())).decode()
             raise PeerError(_mismatch(theirs.partition(" ")[2], source, self.who, self.code.source))
 
-    def meet(self) -> None:
-        """Wait until every process has come to this call."""
-        keys = [f"call {self.calls} process {p}" for p in range(self.processes)]
-        self.store.set(keys[self.process], "here")
+    def meet(self, what: str) -> None:
+        """Wait until every process has come to this point of this call."""
+        keys = [f"call {self.calls} {what} process {p}" for p in range(self.processes)]
+        self.store.set(keys[self.process], "yes")
         started, pause, warned = time.monotonic(), 0.001, False
         while not self.store.check(keys):
             time.sleep(pause)
