@@ -15,7 +15,7 @@ from vescale_fn.schedules.padding import UnevenMeans
 from vescale_fn.schedules.weighted import Weighted
 from vescale_fn.schedules.zero import Zero
 from vescale_fn.subprogram import scan
-from vescale_fn.trace import sharding_of
+from vescale_fn.tracing import sharding_of
 from vescale_fn.tree import flatten, flatten_with_paths, map_leaves, unflatten
 
 Reduce = Literal["step", "microbatch"]

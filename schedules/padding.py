@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from vescale_fn.trace import wrappers
+from vescale_fn.tracing import wrappers
 from vescale_fn.tree import flatten
 
 _LOSSES = {F.cross_entropy: -100, F.nll_loss: -100}  # and the label that they leave out by default

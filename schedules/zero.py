@@ -26,7 +26,7 @@ from vescale_fn.schedules.layouts import sharded_further
 from vescale_fn.schedules.mirror import mirrored
 from vescale_fn.sharding.mesh import Mesh
 from vescale_fn.shardings import NamedSharding, layouts_for
-from vescale_fn.trace import ShapeDtype, sharding_of
+from vescale_fn.tracing import ShapeDtype, sharding_of
 from vescale_fn.tree import flatten, flatten_with_paths, map_leaves, unflatten
 
 STAGES = (1, 2, 3)

@@ -15,7 +15,8 @@ from vescale_fn.sharding.mesh import MeshShape
 from vescale_fn.sharding.plan import Plan
 from vescale_fn.sharding.rules import rule_for
 from vescale_fn.sharding.solve import solve
-from vescale_fn.trace import Aval, trace_flat
+from vescale_fn.trace import trace_flat
+from vescale_fn.tracing import Aval
 
 aten = torch.ops.aten
 CONSTRAINT = object()  # stands for the operation whose only meaning is a layout

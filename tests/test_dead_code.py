@@ -11,7 +11,8 @@ from vescale_fn.dead_code import drop_dead
 from vescale_fn.interpret import run_graph
 from vescale_fn.sharding.graph import Graph, Scan
 from vescale_fn.subprogram import call, scan
-from vescale_fn.trace import Aval, trace_flat
+from vescale_fn.trace import trace_flat
+from vescale_fn.tracing import Aval
 
 F64 = torch.float64
 

@@ -21,7 +21,8 @@ from vescale_fn.dead_code import without_effects
 from vescale_fn.export import export_text
 from vescale_fn.interpret import run_graph
 from vescale_fn.sharding.graph import Call, Scan, equations, has_effect
-from vescale_fn.trace import Aval, trace_flat
+from vescale_fn.trace import trace_flat
+from vescale_fn.tracing import Aval
 
 MESH = vf.make_mesh(dp=2, tp=2)
 

@@ -25,7 +25,8 @@ from vescale_fn.sharding.graph import Call, Eqn, Graph, Source, Var, map_vars
 from vescale_fn.sharding.layout import Layout, Shard, State
 from vescale_fn.sharding.mesh import Mesh, MeshShape
 from vescale_fn.sharding.rules import rule_for
-from vescale_fn.trace import Aval, trace_flat
+from vescale_fn.trace import trace_flat
+from vescale_fn.tracing import Aval
 
 aten = torch.ops.aten
 BOTH = {**ALWAYS, **ON_INTENT}

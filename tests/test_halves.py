@@ -17,7 +17,7 @@ from vescale_fn.halves import Halves, halves_of, inputs_read
 from vescale_fn.interpret import run_graph
 from vescale_fn.sharding.graph import Call, Graph, Scan, equations, has_effect, is_view
 from vescale_fn.subprogram import call, scan
-from vescale_fn.trace import Aval
+from vescale_fn.tracing import Aval
 
 F64 = torch.float64
 N = 3

@@ -14,7 +14,8 @@ from vescale_fn.sharding.layout import WHOLE, Layout, Partial, Shard, State
 from vescale_fn.sharding.mesh import MeshShape
 from vescale_fn.sharding.plan_file import equations, variables
 from vescale_fn.sharding.solve import solve
-from vescale_fn.trace import Aval, trace_flat
+from vescale_fn.trace import trace_flat
+from vescale_fn.tracing import Aval
 
 # --- partial sums -----------------------------------------------------------------------------------------------------
 

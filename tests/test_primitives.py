@@ -13,7 +13,8 @@ from vescale_fn.primitives import RESHARD, constraint_layout, cotangent_spec, re
 from vescale_fn.sharding.layout import Layout, Shard
 from vescale_fn.sharding.mesh import MeshShape
 from vescale_fn.sharding.spec import SpecError
-from vescale_fn.trace import Aval, Traced, trace_flat
+from vescale_fn.trace import trace_flat
+from vescale_fn.tracing import Aval, Traced
 
 F64 = torch.float64
 MESH = MeshShape(("dp", "tp"), (2, 2))

@@ -11,7 +11,8 @@ from torch.func import vjp
 from vescale_fn.interpret import run_graph
 from vescale_fn.sharding.graph import Graph, is_view
 from vescale_fn.split import fresh, split
-from vescale_fn.trace import Aval, trace_flat
+from vescale_fn.trace import trace_flat
+from vescale_fn.tracing import Aval
 
 F64 = torch.float64
 X, W, CT = torch.rand(4, 3, dtype=F64), torch.rand(3, 3, dtype=F64), torch.rand(4, 3, dtype=F64)

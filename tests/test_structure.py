@@ -13,14 +13,14 @@ from test_package import ROOT, sources
 LAYERS = {
     "sharding": "sharding",
     "values": "names program errors tree mesh shardings array array_text random.errors random.philox",
-    "trace": "trace trace_errors trace_modes indexing ambient source functional strided effects fx_graph dead_code "
-    "interpret decompositions decompositions_norm remat cast primitives debug debug_print subprogram form loop split "
-    "halves random regions",
+    "trace": "tracing trace trace_errors trace_modes indexing ambient source functional strided effects fx_graph "
+    "dead_code interpret decompositions decompositions_norm remat cast primitives debug debug_print subprogram form "
+    "loop split halves random regions",
     "partition": "regions.lower decompose fused register local_ops local_print localize partition",
     "optimize": "liveness nonfinite passes",
     "run": "site codegen engines text cost_report memory export inline inductor",
     "step": "arguments variety continuation request lowered lowering plan_cache placement loaded verify audit pjit "
-    "lift move dtensor visualize shard_map regions.rank_tensor",
+    "lift move dtensor visualize regions.shard_map regions.rank_tensor",
     "library": "optim module checkpoint schedules",
 }
 

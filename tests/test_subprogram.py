@@ -15,7 +15,8 @@ from vescale_fn.interpret import run_graph
 from vescale_fn.primitives import RESHARD, reshard
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, equations
 from vescale_fn.subprogram import call, scan
-from vescale_fn.trace import Aval, Traced, trace_flat
+from vescale_fn.trace import trace_flat
+from vescale_fn.tracing import Aval, Traced
 from vescale_fn.tree import flatten
 
 F64 = torch.float64

@@ -15,7 +15,8 @@ from vescale_fn.decompositions import ALWAYS
 from vescale_fn.interpret import run_graph
 from vescale_fn.names import identifier
 from vescale_fn.sharding.graph import Graph
-from vescale_fn.trace import Aval, ShapeDtype, Traced, TraceError, current_trace, trace_flat
+from vescale_fn.trace import TraceError, trace_flat
+from vescale_fn.tracing import Aval, ShapeDtype, Traced, current_trace
 from vescale_fn.tree import flatten, flatten_with_paths, unflatten
 
 F64 = torch.float64

@@ -24,19 +24,13 @@ from vescale_fn.placement import device_put as device_put
 from vescale_fn.placement import local_put as local_put
 from vescale_fn.placement import make_array_from_callback as make_array_from_callback
 from vescale_fn.placement import make_array_from_process_local_data as make_array_from_process_local_data
-from vescale_fn.primitives import named as named
-from vescale_fn.primitives import reshard as reshard
-from vescale_fn.primitives import with_sharding_constraint as with_sharding_constraint
-from vescale_fn.register import register_rule as register_rule
 from vescale_fn.sharding.forms import P as P
 from vescale_fn.sharding.forms import S as S
 from vescale_fn.sharding.mesh import Mesh as Mesh
 from vescale_fn.shardings import NamedSharding as NamedSharding
 from vescale_fn.shardings import rules as rules
-from vescale_fn.subprogram import call as call
-from vescale_fn.subprogram import scan as scan
-from vescale_fn.trace import ShapeDtype as ShapeDtype
-from vescale_fn.trace import sharding_of as sharding_of
+from vescale_fn.tracing import ShapeDtype as ShapeDtype
+from vescale_fn.tracing import sharding_of as sharding_of
 from vescale_fn.tree import pytree as pytree
 from vescale_fn.visualize import visualize as visualize
 
@@ -51,6 +45,9 @@ if TYPE_CHECKING:
     from vescale_fn.checkpoint import save as save  # type: ignore[no-redef]
     from vescale_fn.checkpoint import save_safetensors as save_safetensors
     from vescale_fn.checkpoint import state_dict as state_dict
+    from vescale_fn.primitives import named as named
+    from vescale_fn.primitives import reshard as reshard
+    from vescale_fn.primitives import with_sharding_constraint as with_sharding_constraint
     from vescale_fn.regions.collectives import all_gather as all_gather
     from vescale_fn.regions.collectives import all_to_all as all_to_all
     from vescale_fn.regions.collectives import axis_index as axis_index
@@ -65,15 +62,25 @@ if TYPE_CHECKING:
     from vescale_fn.regions.collectives import psum_scatter as psum_scatter
     from vescale_fn.regions.collectives import ragged_all_to_all as ragged_all_to_all
     from vescale_fn.regions.einsum import einsum as einsum
+    from vescale_fn.regions.shard_map import shard_map as shard_map
     from vescale_fn.regions.typeof import typeof as typeof
+    from vescale_fn.register import register_rule as register_rule
     from vescale_fn.schedules import grad_and_value as grad_and_value
     from vescale_fn.schedules import weighted as weighted  # type: ignore[no-redef]
-    from vescale_fn.shard_map import shard_map as shard_map
+    from vescale_fn.subprogram import call as call
+    from vescale_fn.subprogram import scan as scan
 
 __version__ = "0.1.0"
 
-# Imported when first used: most steps need few of them, and importing all would double the time of the import.
+# Imported when first used. At once comes what a program needs before its first step: arrays, where they live, pjit.
+# Importing all would cost three times as much.
 _LATER = {
+    "call": "vescale_fn.subprogram",
+    "named": "vescale_fn.primitives",
+    "register_rule": "vescale_fn.register",
+    "reshard": "vescale_fn.primitives",
+    "scan": "vescale_fn.subprogram",
+    "with_sharding_constraint": "vescale_fn.primitives",
     "optim": "vescale_fn.optim",
     "schedules": "vescale_fn.schedules",
     "random": "vescale_fn.random",
@@ -101,7 +108,7 @@ _LATER = {
     "ragged_all_to_all": "vescale_fn.regions.collectives",
     "einsum": "vescale_fn.regions.einsum",
     "typeof": "vescale_fn.regions.typeof",
-    "shard_map": "vescale_fn.shard_map",
+    "shard_map": "vescale_fn.regions.shard_map",
 }
 
 
@@ -109,7 +116,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module 'vescale_fn' has no attribute '{name}'")
     module = import_module(_LATER[name])
-    value = module if _LATER[name] == f"vescale_fn.{name}" and not hasattr(module, name) else getattr(module, name)
+    value = module if _LATER[name] == f"vescale_fn.{name}" else getattr(module, name)
     globals()[name] = value
     return value
 

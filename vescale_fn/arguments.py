@@ -17,7 +17,7 @@ from vescale_fn import errors
 from vescale_fn.array import Array, ArrayType
 from vescale_fn.debug import current_debug
 from vescale_fn.sharding.mesh import Mesh
-from vescale_fn.trace import ShapeDtype
+from vescale_fn.tracing import ShapeDtype
 from vescale_fn.tree import flatten, flatten_with_paths
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_fn.trace import current_trace
+from vescale_fn.tracing import current_trace
 
 _LIBRARY: Any = torch.library.Library("vescale_fn", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("widen(Tensor x, ScalarType dtype) -> Tensor")

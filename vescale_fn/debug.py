@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from vescale_fn.trace import current_trace
+from vescale_fn.tracing import current_trace
 
 
 @dataclass(frozen=True)

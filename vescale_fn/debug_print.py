@@ -14,7 +14,7 @@ from torch import Tensor
 from vescale_fn.array import Array
 from vescale_fn.effects import DEBUG_PRINT, is_silent, show
 from vescale_fn.sharding.mesh import rank_text
-from vescale_fn.trace import current_trace
+from vescale_fn.tracing import current_trace
 from vescale_fn.tree import flatten, unflatten
 
 _FORMATTER = Formatter()

@@ -8,7 +8,7 @@ from typing import Any
 
 from vescale_fn.remat import Policy
 from vescale_fn.sharding.graph import Call, Graph, Scan
-from vescale_fn.trace import Aval, aval_of
+from vescale_fn.tracing import Aval, aval_of
 
 
 @dataclass(frozen=True)

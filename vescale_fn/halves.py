@@ -18,7 +18,8 @@ from vescale_fn.dead_code import drop_dead, needed_results
 from vescale_fn.remat import Policy
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, vars_in
 from vescale_fn.split import fresh, recomputed, silenced, split
-from vescale_fn.trace import Aval, trace_flat
+from vescale_fn.trace import trace_flat
+from vescale_fn.tracing import Aval
 
 
 @dataclass(frozen=True, eq=False)

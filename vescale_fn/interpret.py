@@ -17,7 +17,8 @@ def run_graph(graph: Graph, inputs: Sequence[Any], evaluate: Evaluate | None = N
 
     evaluate: what computes the results of an equation, by default `evaluate_equation`.
 
-    >>> from vescale_fn.trace import Aval, trace_flat
+    >>> from vescale_fn.trace import trace_flat
+    >>> from vescale_fn.tracing import Aval
     >>> traced = trace_flat(lambda x: [x.sum() + 1, "done"], [Aval((3,), torch.float32)])
     >>> run_graph(traced.graph, [torch.ones(3)])
     [tensor(4.), 'done']

@@ -11,7 +11,7 @@ from vescale_fn.array import Array
 from vescale_fn.pjit import Jitted, pjit
 from vescale_fn.regions.casts import bring
 from vescale_fn.regions.region import current_region
-from vescale_fn.trace import current_trace
+from vescale_fn.tracing import current_trace
 from vescale_fn.tree import map_leaves
 
 

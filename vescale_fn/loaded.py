@@ -15,7 +15,7 @@ from vescale_fn.placement import cut
 from vescale_fn.sharding.graph import Var
 from vescale_fn.sharding.layout import Layout
 from vescale_fn.sharding.mesh import Mesh
-from vescale_fn.trace import ShapeDtype
+from vescale_fn.tracing import ShapeDtype
 from vescale_fn.tree import unflatten
 
 if TYPE_CHECKING:

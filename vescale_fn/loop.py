@@ -32,7 +32,8 @@ from vescale_fn.regions.region import note_sub_program
 from vescale_fn.remat import NAMED
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan
 from vescale_fn.split import as_backward, fresh, split
-from vescale_fn.trace import Aval, Trace, current_trace
+from vescale_fn.trace import Trace
+from vescale_fn.tracing import Aval, current_trace
 
 Body = Callable[..., Sequence[Any]]
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vescale_fn.sharding.layout import Layout
     from vescale_fn.sharding.mesh import Mesh
     from vescale_fn.sharding.plan import Plan
-    from vescale_fn.trace import Traced
+    from vescale_fn.tracing import Traced
 
 # What reads a program is imported by the method that needs it, so that importing the package stays cheap.
 

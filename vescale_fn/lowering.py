@@ -32,7 +32,7 @@ from vescale_fn.sharding.report import no_rule
 from vescale_fn.sharding.rules import rule_for
 from vescale_fn.sharding.rules.registry import form
 from vescale_fn.sharding.rules.rule import Rule
-from vescale_fn.trace import Traced
+from vescale_fn.tracing import Traced
 
 COPY = form("... -> ...", linear=[{0}])  # what only marks its operand
 

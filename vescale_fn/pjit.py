@@ -22,13 +22,13 @@ from vescale_fn.audit import audit
 from vescale_fn.debug import current_debug
 from vescale_fn.loaded import CallForm, Loaded
 from vescale_fn.lowered import Keep, Lowered
-from vescale_fn.register import UserRule, entries
 from vescale_fn.sharding.mesh import Mesh
-from vescale_fn.trace import Traced, current_trace
+from vescale_fn.tracing import Traced, current_trace
 from vescale_fn.tree import flatten
 from vescale_fn.variety import Variety
 
 if TYPE_CHECKING:
+    from vescale_fn.register import UserRule
     from vescale_fn.verify import Verified
 
 P = ParamSpec("P")
@@ -264,13 +264,21 @@ def pjit(
     if not (keep in ("all", "none") or (type(keep) is int and keep >= 0)):
         raise ValueError(errors.bad_option(name, "keep", keep, ["all", "none", "a number of bytes"]))
     folder = None if cache_dir is None else Path(cache_dir)
-    options = Options(entries(rules or {}), donate == "safe", compile, deterministic, folder, audit, keep)
+    options = Options(_entries(rules), donate == "safe", compile, deterministic, folder, audit, keep)
 
     def wrap(f: Callable[..., Any]) -> Jitted[..., Any]:
         signature = Signature.of(f, static_argnums, static_argnames, donate_argnums, data_argnums)
         return Jitted(f, signature, Shardings(mesh, in_shardings, out_shardings), options)
 
     return wrap if fn is None else wrap(fn)
+
+
+def _entries(rules: Mapping[Any, str | UserRule] | None) -> Mapping[Any, Any]:
+    if not rules:
+        return {}
+    from vescale_fn.register import entries  # with the tables of all operations, which lowering needs
+
+    return entries(rules)
 
 
 def _check_options(name: str, wrong: Mapping[str, Any], donate: str, compile: str | None) -> None:

@@ -10,11 +10,10 @@ import torch
 
 from vescale_fn import errors
 from vescale_fn.array import Array, ArrayType
-from vescale_fn.move import move_to
 from vescale_fn.sharding.layout import Layout
 from vescale_fn.sharding.mesh import Mesh
 from vescale_fn.shardings import NamedSharding, layouts_for, part_index
-from vescale_fn.trace import ShapeDtype
+from vescale_fn.tracing import ShapeDtype
 from vescale_fn.tree import flatten, flatten_with_paths, unflatten
 
 
@@ -96,6 +95,8 @@ def _put(x: torch.Tensor | Array | ShapeDtype, layout: Layout, mesh: Mesh, spec:
         return Array(ArrayType(layout, x.dtype, mesh), _no_parts(x, mesh), spec)
     if x.mesh != mesh:
         return distribute(x.full(), layout, mesh, spec)
+    from vescale_fn.move import move_to  # most arrays come from plain tensors, and need no program to get here
+
     out = move_to(x, layout)
     shards = out.shards if out is not x or may_alias else [s.clone() for s in x.shards]
     return Array(out.type, shards, spec)

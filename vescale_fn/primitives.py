@@ -21,7 +21,7 @@ from vescale_fn.sharding.graph import Eqn, Graph, equations
 from vescale_fn.sharding.layout import Layout
 from vescale_fn.sharding.mesh import MeshShape
 from vescale_fn.sharding.spec import SpecError
-from vescale_fn.trace import current_trace
+from vescale_fn.tracing import current_trace
 
 _LIBRARY: Any = torch.library.Library("vescale_fn", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("reshard(Tensor x, str spec) -> Tensor")

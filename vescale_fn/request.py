@@ -20,7 +20,8 @@ from vescale_fn.sharding.layout import Layout
 from vescale_fn.sharding.mesh import Mesh
 from vescale_fn.sharding.spec import Spec
 from vescale_fn.shardings import NamedSharding, layouts_for
-from vescale_fn.trace import Aval, ShapeDtype, Traced, trace_flat
+from vescale_fn.trace import trace_flat
+from vescale_fn.tracing import Aval, ShapeDtype, Traced
 from vescale_fn.tree import flatten, unflatten
 
 

@@ -25,7 +25,8 @@ from vescale_fn.regions.casts import carried
 from vescale_fn.regions.region import Ambient
 from vescale_fn.remat import Policy
 from vescale_fn.sharding.graph import dtype_text
-from vescale_fn.trace import Trace, aval_of, current_trace
+from vescale_fn.trace import Trace
+from vescale_fn.tracing import aval_of, current_trace
 from vescale_fn.tree import flatten, flatten_with_paths, map_leaves, unflatten
 
 Carry = TypeVar("Carry")

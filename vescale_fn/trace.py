@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,55 +25,12 @@ from vescale_fn.shardings import NamedSharding
 from vescale_fn.source import Lines, source_of_traceback
 from vescale_fn.trace_errors import TraceError
 from vescale_fn.trace_modes import Lift, Record
+from vescale_fn.tracing import CURRENT, Aval, Traced, aval_of, sharding_of, wrappers
 
 # What torch traces with is imported by the functions that use it, so that importing the package stays cheap.
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
-
-
-@dataclass(frozen=True)
-class Aval:
-    """Shape, dtype and device of a tensor argument."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: str = "cpu"
-
-
-@dataclass(frozen=True)
-class ShapeDtype:
-    """A tensor that is only described: stands for an argument when a step is lowered but not run.
-
-    >>> ShapeDtype((8, 16), torch.bfloat16)
-    ShapeDtype(shape=(8, 16), dtype=torch.bfloat16, device='cpu')
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-    device: str = "cpu"
-
-
-@dataclass(frozen=True, eq=False)
-class Traced:
-    """A traced step.
-
-    graph: inputs are the arguments in order, then the captured values.
-    captured: tensors and Arrays that the step closed over; read them again on each call.
-    static: indices of float arguments whose value the program depends on: it holds for the values traced with only.
-    """
-
-    graph: Graph
-    captured: tuple[Any, ...] = ()
-    static: frozenset[int] = frozenset()
-
-
-_current: ContextVar[Trace | None] = ContextVar("vescale_fn_trace", default=None)
-
-
-def current_trace() -> Trace | None:
-    """The trace under way, if any."""
-    return _current.get()
 
 
 def trace_flat(
@@ -168,11 +123,11 @@ class Trace:
 
         avals: as in trace_flat; a number of the step that a sub-program is part of stands for itself.
         """
-        token = _current.set(self)
+        token = CURRENT.set(self)
         try:
             return self._run(fn, avals, names, static)
         finally:
-            _current.reset(token)
+            CURRENT.reset(token)
 
     def _run(
         self, fn: Callable[..., Sequence[Any]], avals: Sequence[Any], names: Sequence[str], static: frozenset[int]
@@ -212,7 +167,7 @@ class Trace:
     @property
     def is_current(self) -> bool:
         """Whether this is the innermost trace under way."""
-        return _current.get() is self
+        return CURRENT.get() is self
 
     @property
     def graph(self) -> torch.fx.Graph:
@@ -328,47 +283,6 @@ class Trace:
         env = self.mode.shape_env
         assert env is not None
         return frozenset(symbols[s] for g in env.guards for s in g.expr.free_symbols if s in symbols)
-
-
-def sharding_of(value: Any) -> NamedSharding | None:
-    """The sharding with which a value came: that of an Array, and inside a step that of an argument, or of something
-    that the step closes over. None for what the step computes, and for plain tensors.
-
-    So a function can say where its results should live by where its arguments do, and still runs without a mesh.
-
-    >>> import vescale_fn as vf
-    >>> w = vf.device_put(torch.ones(4, 2), "d/dp f", vf.make_mesh(dp=2))
-    >>> step = vf.pjit(lambda w: print(vf.sharding_of(w), vf.sharding_of(w + 1)) or w)
-    >>> _ = step(w)
-    NamedSharding(dp=2: 'd/dp f') None
-    """
-    if isinstance(value, Array):
-        return value.sharding
-    if not isinstance(value, torch.Tensor):
-        return None
-    trace, chain = current_trace(), wrappers(value)
-    while trace is not None:
-        for x in chain:
-            if id(x) in trace.placed:
-                return trace.placed[id(x)]
-        trace = trace.parent
-    return None
-
-
-def wrappers(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensor, what it wraps, and so on down to a plain one."""
-    chain = [tensor]
-    while torch._C._functorch.is_functorch_wrapped_tensor(chain[-1]):
-        chain.append(torch._C._functorch.get_unwrapped(chain[-1]))
-    return chain
-
-
-def aval_of(value: Any) -> Any:
-    """The Aval of a tensor or Array. A number stands for itself in sub-programs too."""
-    if isinstance(value, torch.SymFloat):
-        return value
-    device = str(value.device) if isinstance(value, torch.Tensor) else value.mesh.device_of(0)
-    return Aval(tuple(value.shape), value.dtype, device)
 
 
 _DYNAMIC = object()  # marks an output that the graph computes

@@ -15,7 +15,7 @@ from vescale_fn.checkpoint.manifest import Manifest, Stored, Value
 from vescale_fn.checkpoint.messages import CheckpointError
 from vescale_fn.checkpoint.targets import described, kind_text, room, targets
 from vescale_fn.sharding.mesh import Mesh
-from vescale_fn.trace import ShapeDtype
+from vescale_fn.tracing import ShapeDtype
 from vescale_fn.tree import flatten_with_paths, unflatten
 
 

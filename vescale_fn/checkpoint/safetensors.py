@@ -31,7 +31,7 @@ from vescale_fn.checkpoint.parts import parts_of_ranks, parts_of_tensor, without
 from vescale_fn.checkpoint.targets import described, kind_text, room, targets
 from vescale_fn.move import move_to
 from vescale_fn.sharding.mesh import Mesh
-from vescale_fn.trace import ShapeDtype
+from vescale_fn.tracing import ShapeDtype
 from vescale_fn.tree import flatten_with_paths, unflatten
 
 DTYPES = {

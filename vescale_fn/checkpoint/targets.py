@@ -18,7 +18,7 @@ from vescale_fn.sharding.graph import dtype_text
 from vescale_fn.sharding.layout import Layout
 from vescale_fn.sharding.mesh import Mesh
 from vescale_fn.shardings import NamedSharding, layouts_for
-from vescale_fn.trace import ShapeDtype
+from vescale_fn.tracing import ShapeDtype
 from vescale_fn.tree import flatten, flatten_with_paths
 
 

@@ -16,7 +16,7 @@ from vescale_fn.array import Array
 from vescale_fn.random import philox
 from vescale_fn.sharding.rules.random import drawn, folded
 from vescale_fn.sharding.rules.registry import Entry
-from vescale_fn.trace import current_trace
+from vescale_fn.tracing import current_trace
 
 _LIBRARY: Any = torch.library.Library("vescale_fn", "FRAGMENT")  # type: ignore[no-untyped-call]
 

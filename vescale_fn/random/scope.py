@@ -24,7 +24,8 @@ from vescale_fn.random.ambient import draw_like
 from vescale_fn.random.bits import random_bits
 from vescale_fn.random.draws import checked, split_keys
 from vescale_fn.random.source import Source
-from vescale_fn.trace import Trace, current_trace
+from vescale_fn.trace import Trace
+from vescale_fn.tracing import current_trace
 
 R = TypeVar("R")
 

@@ -23,7 +23,7 @@ from vescale_fn.regions.moves import Cast, Edges, ToLocal
 from vescale_fn.regions.region import Region, current_region, inside
 from vescale_fn.regions.states import COTANGENT, UNCHECKED, I, R, State, States, U, V, join
 from vescale_fn.source import user_source
-from vescale_fn.trace import current_trace
+from vescale_fn.tracing import current_trace
 from vescale_fn.tree import map_tensors
 
 # What reads nothing but the form of a tensor, which is the same inside and outside.

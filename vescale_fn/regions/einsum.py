@@ -16,7 +16,7 @@ from vescale_fn.sharding.grammar import parse_expr
 from vescale_fn.sharding.mesh import axes_text
 from vescale_fn.sharding.sizes import check_rank
 from vescale_fn.sharding.spec import Expr, Factor, Spec, SpecError
-from vescale_fn.trace import current_trace
+from vescale_fn.tracing import current_trace
 
 
 def einsum(*arguments: Any) -> Any:

@@ -27,7 +27,7 @@ from vescale_fn.sharding.mesh import Mesh, MeshShape
 from vescale_fn.sharding.sizes import check_rank
 from vescale_fn.sharding.spec import Spec, SpecError, check_axes
 from vescale_fn.shardings import specs_for
-from vescale_fn.trace import current_trace
+from vescale_fn.tracing import current_trace
 from vescale_fn.tree import flatten_with_paths, unflatten
 
 Given = tuple[Spec | None, Sizes]  # what is said of a leaf
