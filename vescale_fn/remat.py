@@ -72,7 +72,7 @@ class Budget:
     def kept(self, forward: Sequence[Eqn]) -> Collection[Var]:
         made = [(v, e) for e in forward if not is_view(e) and e.operands for v in e.outs if v.is_tensor]
         left, chosen = self.nbytes, []
-        for v, _ in sorted(made, key=lambda pair: -_work(pair[1]) / max(_nbytes(pair[0]), 1)):
+        for v, _ in sorted(made, key=lambda pair: -work_of(pair[1]) / max(_nbytes(pair[0]), 1)):
             if _nbytes(v) <= left:
                 left -= _nbytes(v)
                 chosen.append(v)
@@ -83,7 +83,7 @@ def _nbytes(v: Var) -> int:
     return math.prod(v.shape) * int(v.dtype.itemsize)
 
 
-def _work(e: Eqn) -> float:
+def work_of(e: Eqn) -> float:
     """What computing an equation takes: for a product of [m, k] and [k, n] its 2 m n k operations, which is twice the
     root of the product of all three sizes; one operation for each element otherwise."""
     sizes = [float(math.prod(v.shape)) for v in (*e.operands[:2], *e.outs[:1])]
