@@ -29,6 +29,21 @@ def test_operations_that_change_a_shape_in_place() -> None:
     assert vf.pjit(f, mesh=MESH)(torch.arange(4.0)).full().tolist() == [1, 1, 5, 5]
 
 
+def test_the_result_of_a_collective_whose_shape_changes_in_place() -> None:
+    """A node keeps the shape that its result had, whatever its operand's strides are."""
+
+    def body(x: Tensor) -> Tensor:
+        y = vf.psum_scatter(x.T, "x", dim=1, tiled=True)
+        assert y.is_contiguous()
+        return y.unsqueeze_(0).transpose_(1, 2).squeeze_(0) + 0
+
+    f = vf.shard_map(body, mesh=MESH, in_specs="a/x b", out_specs="a/x b")
+    x = torch.arange(12.0).reshape(4, 3)
+    want = x[:2] + x[2:]
+    assert torch.equal(f(x), want)
+    assert torch.equal(vf.pjit(f, mesh=MESH)(x).full(), want)
+
+
 def test_second_derivatives_through_parts_of_a_sum() -> None:
     """Shapes are compared, and copied to the device meta, on the way; neither is about values."""
     f = vf.shard_map(lambda x: (3 * x + x / 2).sum(0), mesh=MESH, in_specs="k d {ct: x}", out_specs="d {ct: x}")

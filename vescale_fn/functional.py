@@ -111,6 +111,18 @@ def record_call(tracer: Any, op: Scan | Call, operands: Sequence[Any], results: 
     track_tensor_tree(list(results), proxy, constant=None, tracer=tracer)
 
 
+def record_operation(tracer: Any, op: Any, args: Sequence[Any], result: torch.Tensor, seen: torch.Tensor) -> None:
+    """A node for an operation on the first of these arguments; `result` stands for what it returns, and `seen` has the
+    form that it has now."""
+    from torch.fx.experimental.proxy_tensor import track_tensor
+
+    operand, *rest = args
+    name = tracer.graph._target_to_str(op.overloadpacket.__name__)
+    node = tracer.create_node("call_function", op, (tracer.unwrap_proxy(operand).node, *rest), {}, name)
+    node.meta["val"] = seen
+    track_tensor(result, tracer.proxy(node), constant=None, tracer=tracer)
+
+
 @contextlib.contextmanager
 def outside_transforms() -> Iterator[list[Any]]:
     """Neither the transforms of torch.func nor the dispatch modes see what happens inside. Yields the transforms that

@@ -15,7 +15,7 @@ import torch
 
 from vescale_fn import trace_errors as errors
 from vescale_fn.array import Array
-from vescale_fn.functional import annotate, functionalized, is_functional, record_call, unseen
+from vescale_fn.functional import annotate, functionalized, is_functional, record_call, record_operation, unseen
 from vescale_fn.fx_graph import graph_of_fx
 from vescale_fn.names import identifier
 from vescale_fn.regions.marks import mark, states_of
@@ -223,6 +223,18 @@ class Trace:
             record_call(self._tracer, op, operands, fakes)
         annotate(self.graph, *self.lines.locate())
         return fakes
+
+    def operation(self, op: Any, args: Sequence[Any], shape: tuple[int, ...]) -> torch.Tensor:
+        """One node for an operation whose operand is the first argument, and what stands for its result, of the same
+        dtype. Nobody is asked: torch takes three times as long over an operation that it does not know."""
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        like = args[0]
+        with torch._C._DisableTorchDispatch():
+            seen = torch.empty(shape, dtype=like.dtype, device="meta")
+            fake = FakeTensor(self.mode, seen, like.fake_device)
+        record_operation(self._tracer, op, args, fake, seen)
+        return fake
 
     def owner(self, tensor: torch.Tensor) -> str | None:
         """What the storage of a tensor belongs to, if the step must not write it."""

@@ -14,6 +14,7 @@ from vescale_fn import trace_errors as errors
 from vescale_fn.decompositions import CALLS
 from vescale_fn.functional import annotate
 from vescale_fn.indexing import at_positions
+from vescale_fn.regions.ops import SHAPES
 from vescale_fn.regions.region import note
 from vescale_fn.sharding.graph import Source, op_name
 from vescale_fn.trace_errors import TraceError
@@ -71,6 +72,8 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = self.trace.fn_name
         if func is not aten.lift_fresh.default:
             args, kwargs = map_tensors(args, self.trace.bring), map_tensors(kwargs, self.trace.bring)
+        if func in SHAPES and not kwargs:  # as most nodes of a region: torch takes three times as long over one
+            return self.trace.operation(func, args, SHAPES[func](tuple(args[0].shape), *args[1:]))
         try:
             return func(*args, **kwargs)
         except DataDependentOutputException:

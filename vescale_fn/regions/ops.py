@@ -80,12 +80,17 @@ def sharded_dims(layout: Layout) -> dict[str, int]:
 Shape = tuple[int, ...]
 
 
+SHAPES: dict[Any, Callable[..., Shape]] = {}  # by operation: the shape of its result, from operand's shape and the rest
+
+
 def _define(schema: str, shape: Callable[..., Shape]) -> Any:
     """An operation whose result has the dtype of its operand, and the shape that `shape` gives."""
     name = schema.partition("(")[0]
     _LIBRARY.define(f"{schema} -> Tensor")
     _LIBRARY.impl(name, lambda x, *args: x.new_empty(shape(tuple(x.shape), *args)), "Meta")
-    return getattr(torch.ops.vescale_fn, name).default
+    op = getattr(torch.ops.vescale_fn, name).default
+    SHAPES[op] = shape
+    return op
 
 
 def _with(shape: Shape, dim: int, size: int) -> Shape:
