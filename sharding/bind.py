@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from vescale_fn.sharding.forms import Sizes, SpecLike, as_spec
-from vescale_fn.sharding.layout import Layout, Partial, Ragged, Shard, State
+from vescale_fn.sharding.layout import CUTS, Layout, Partial, Ragged, Shard, State
 from vescale_fn.sharding.mesh import MeshShape
 from vescale_fn.sharding.ragged import chunked, owned_by, state_of_units
 from vescale_fn.sharding.sizes import Piece, resolve, size_names
@@ -202,7 +202,7 @@ class _Binder:
         (axis,) = entry.axes
         assert entry.coordinate is not None
         self._check_coordinate(axis, entry.coordinate)
-        cut = {s.dim for s in states.values() if isinstance(s, (Shard, Ragged))}
+        cut = {s.dim for s in states.values() if isinstance(s, CUTS)}
         free = [d for d in range(len(self.shape)) if d not in cut]
         if not free:
             raise self._error("An owner needs a dim that no other axis cuts, and this tensor has none.", axis)

@@ -15,7 +15,7 @@ from typing import Any
 from vescale_fn.sharding.candidates import strategy_for
 from vescale_fn.sharding.graph import Eqn, Var
 from vescale_fn.sharding.intent import Seeds, seeds
-from vescale_fn.sharding.layout import Shard
+from vescale_fn.sharding.layout import CUTS
 from vescale_fn.sharding.mesh import MeshShape
 from vescale_fn.sharding.problem import Node, Problem
 
@@ -52,6 +52,6 @@ def _walk(problem: Problem, axis: str, n: int, given: Seeds, group: int, owner: 
                 yield node
                 continue
             owner[node] = group
-            reached = [(w, s) for w, s in zip(node.values, strategy.states) if isinstance(s, Shard)]
+            reached = [(w, s) for w, s in zip(node.values, strategy.states) if isinstance(s, CUTS)]
             queue += [r for r in dict.fromkeys(reached) if r not in seen]
             seen.update(reached)

@@ -1,8 +1,8 @@
 """The ways to run one equation on one mesh axis, found by pushing a state through the equation's rule.
 
 A strategy is a state for every operand and result. There are three sorts: everything whole; one letter of the rule
-sharded (the states of all that have the letter follow from one of them); and a partial value passed on by an
-operation that is linear in it. Slots count operands first, then results.
+sharded, or a run of letters cut in units (the states of all that have the letter, or the run, follow from one of them);
+and a partial value passed on by an operation that is linear in it. Slots count operands first, then results.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from math import prod
 
-from vescale_fn.sharding.layout import WHOLE, Kind, Partial, Shard, State
+from vescale_fn.sharding.layout import WHOLE, Kind, Partial, Ragged, Shard, State
 from vescale_fn.sharding.rules.rule import Dims, Rule
+from vescale_fn.sharding.runs import may_merge, run_of, state_of_run
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """States of all operands and results on one axis. `letter`: the letter of the rule that the axis shards, if any."""
+    """States of all operands and results on one axis. `letter`: the letter of the rule that the axis shards, the first
+    one of a run that it cuts in units, "" if none."""
 
     operands: tuple[State, ...]
     results: tuple[State, ...]
@@ -51,6 +53,8 @@ def strategy_for(rule: Rule, slot: int, state: State, n: int) -> Strategy | None
     >>> print(strategy_for(view, 1, Shard(1), 2))
     shard 0 pre 3 -> shard 1
     """
+    if isinstance(state, Ragged):
+        return _in_units(rule, slot, state)
     if not isinstance(state, Shard):
         return None
     letter, inner = _cut_letter(rule, (*rule.operands, *rule.results)[slot], state, n)
@@ -58,17 +62,43 @@ def strategy_for(rule: Rule, slot: int, state: State, n: int) -> Strategy | None
         return None
     operands = [_placed(rule, dims, letter, inner, state.uneven) for dims in rule.operands]
     results = [_placed(rule, dims, letter, inner, state.uneven) for dims in rule.results]
+    return _with_pending(operands, results, letter, rule.reduces.get(letter, "sum"))
+
+
+def _with_pending(
+    operands: Sequence[State | None], results: Sequence[State | None], letter: str, kind: Kind
+) -> Strategy | None:
+    """The strategy with these states (None: the cut cannot be said), where a result that has nothing of what is cut is
+    pending."""
     if None in operands or None in results:
         return None
     reduced = any(s != WHOLE for s in operands)  # a letter that no operand has is made by the operation, not reduced
     if not reduced and WHOLE in results:
         return None
-    pending = Partial(rule.reduces.get(letter, "sum"))
     return Strategy(
         tuple(s for s in operands if s is not None),
-        tuple(pending if s == WHOLE else s for s in results if s is not None),
+        tuple(Partial(kind) if s == WHOLE else s for s in results if s is not None),
         letter,
     )
+
+
+def _in_units(rule: Rule, slot: int, state: Ragged) -> Strategy | None:
+    """The strategy in which the tensor at `slot` is cut in units: everything that has the same letters in one run is.
+
+    >>> from vescale_fn.sharding.rules.registry import parse_rule
+    >>> mm = parse_rule("m k, k n -> m n", ([(8, 6), (6, 4)], [(8, 4)]))
+    >>> print(strategy_for(mm, 0, Ragged(0, (1, 3)), 2))
+    ragged 0 [1, 3], whole -> ragged 0 [1, 3]
+    """
+    tensors = (*rule.operands, *rule.results)
+    run = run_of(rule, tensors[slot], state)
+    if run is None or not rule.whole.isdisjoint(run):
+        return None
+    states = [state if dims == tensors[slot] else state_of_run(rule, dims, run, state.units) for dims in tensors]
+    kinds, n = {rule.reduces.get(letter, "sum") for letter in run} or {"sum"}, len(rule.operands)
+    if not may_merge(rule, states) or len(kinds) > 1 or (not run and WHOLE in states[n:]):
+        return None
+    return _with_pending(states[:n], states[n:], run[0] if run else "", kinds.pop())
 
 
 def _cut_letter(rule: Rule, dims: Dims, state: Shard, n: int) -> tuple[str, int]:

@@ -9,7 +9,7 @@ from math import inf
 from vescale_fn.sharding.candidates import Strategy
 from vescale_fn.sharding.cost import conversion_cost
 from vescale_fn.sharding.graph import Var
-from vescale_fn.sharding.layout import WHOLE, Partial, Shard, State
+from vescale_fn.sharding.layout import CUTS, WHOLE, Partial, State
 from vescale_fn.sharding.problem import Node, Problem
 from vescale_fn.sharding.work import LATENCY, NETWORK
 
@@ -62,14 +62,14 @@ class AxisProblem:
         direct = [(src, t) for t in sorted(wanted, key=repr) if t != src and not self._is_cut(src, t, wanted)]
         through: list[tuple[State, State]] = [
             (src, WHOLE),
-            *((src, t) for _, t in direct if not isinstance(t, Shard) and t != WHOLE),
+            *((src, t) for _, t in direct if not isinstance(t, CUTS) and t != WHOLE),
         ]
         if src == WHOLE or WHOLE in wanted:
             return direct
         return min(direct, through, key=lambda pairs: self._sum(v, pairs))
 
     def _is_cut(self, src: State, t: State, wanted: set[State]) -> bool:
-        return isinstance(t, Shard) and (src == WHOLE or WHOLE in wanted)
+        return isinstance(t, CUTS) and (src == WHOLE or WHOLE in wanted)
 
     def _sum(self, v: Var, pairs: Iterable[tuple[State, State]]) -> float:
         return sum(self.seconds(v, s, t) if self.can_convert(v, s, t) else inf for s, t in pairs)

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Protocol
 
 from vescale_fn.sharding.comm import (
+    AllGather,
     AllReduce,
     Broadcast,
     Comm,
@@ -20,7 +21,7 @@ from vescale_fn.sharding.comm import (
     Step,
     ToPartial,
 )
-from vescale_fn.sharding.layout import Layout, Partial, State, Whole
+from vescale_fn.sharding.layout import WHOLE, Layout, Partial, State, Whole
 
 
 class Dtype(Protocol):
@@ -45,18 +46,25 @@ def sent(comm: Comm, after: Layout) -> float:
             return 0.0
         case AllReduce():
             return 2 * held * (n - 1) / n
-        case ReduceScatter():
-            return float(held * (n - 1))
+        case ReduceScatter():  # of unequal parts a rank keeps its own, be it none
+            return float(held * (n - 1) if after.is_even else min(held * (n - 1), _whole(comm, after)))
+        case AllGather() if comm.units:  # the largest part, around the ring
+            return held * max(comm.units) / sum(comm.units) * (n - 1)
         case Permute():
             return float(held)
         case PPermute(_, pairs):
             return float(held) if any(s != d for s, d in pairs) else 0.0
         case Broadcast() | RaggedAllToAll():
             return float(held) if n > 1 else 0.0
-        case Exchange(axes, src, dst):
-            return float(max(src.max_local_numel, dst.max_local_numel)) if axes else 0.0
+        case Exchange(axes, src, _):
+            return float(src.max_local_numel) if axes else 0.0
         case _:
             return held * (n - 1) / n
+
+
+def _whole(comm: Comm, after: Layout) -> int:
+    """Elements of the operand of which the ranks get a part each."""
+    return after.with_states(dict.fromkeys(comm.axes, WHOLE)).max_local_numel
 
 
 def chain_bytes(steps: Iterable[Step], dtype: Dtype) -> float:

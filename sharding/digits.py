@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from vescale_fn.sharding.layout import Layout, Ragged, Shard, State
+from vescale_fn.sharding.layout import CUTS, Layout, Ragged, Shard, State
 
 
 @dataclass(frozen=True)
@@ -24,22 +24,15 @@ class Position:
     flat: tuple[int, ...] = ()
 
 
-def flattened(layout: Layout) -> Layout:
-    """`layout` over the dims of the local tensors: every group of dims that a Ragged state merges is one dim."""
-    while layout.flat is not layout:
-        layout = layout.flat
-    return layout
-
-
 def dim_of(layout: Layout, axis: str) -> int:
     """The dim that `axis` cuts, -1 if none."""
     state = layout[axis]
-    return state.dim if isinstance(state, (Shard, Ragged)) else -1
+    return state.dim if isinstance(state, CUTS) else -1
 
 
 def local_dim(layout: Layout, axis: str) -> int:
     """The dim of the local tensors that `axis` cuts, -1 if none."""
-    return dim_of(flattened(layout), axis)
+    return dim_of(layout.flat, axis)
 
 
 def nest(layout: Layout, dim: int) -> tuple[str, ...]:
@@ -92,18 +85,18 @@ def exists(layout: Layout) -> bool:
     >>> [exists(Layout.of(m, (12,), {"x": Shard(0, p), "y": Shard(0, 2)})) for p in (1, 2, 3, 4)]
     [True, False, False, False]
     """
-    flat = flattened(layout)
+    flat = layout.flat
     return (
         len({kind for _, kind in layout.partial}) <= 1
         and all(_alone(layout, s) for s in layout.states if isinstance(s, Ragged))
-        and all(_dim_exists(flat, s.dim) for s in flat.states if isinstance(s, (Shard, Ragged)))
+        and all(_dim_exists(flat, s.dim) for s in flat.states if isinstance(s, CUTS))
     )
 
 
 def _alone(layout: Layout, state: Ragged) -> bool:
     """No other axis cuts the dims of a ragged state."""
     dims = range(state.dim, max(state.dim, state.last) + 1)
-    return sum(isinstance(s, (Shard, Ragged)) and s.dim in dims for s in layout.states) == 1
+    return sum(isinstance(s, CUTS) and s.dim in dims for s in layout.states) == 1
 
 
 def _dim_exists(layout: Layout, dim: int) -> bool:

@@ -17,7 +17,7 @@ from scipy.sparse import coo_array
 
 from vescale_fn.sharding.choice import AxisProblem
 from vescale_fn.sharding.graph import Var
-from vescale_fn.sharding.layout import WHOLE, Shard, State
+from vescale_fn.sharding.layout import CUTS, WHOLE, State
 from vescale_fn.sharding.problem import Node
 from vescale_fn.sharding.work import LATENCY
 
@@ -41,7 +41,7 @@ def solve_exact(axis: AxisProblem, classes: Mapping[Node, int]) -> dict[Node, in
 
 def _serves(have: State | None, want: State) -> bool:
     """Whether a value at hand in one state can be used in another for free."""
-    return have is not None and (have == want or (have == WHOLE and isinstance(want, Shard)))
+    return have is not None and (have == want or (have == WHOLE and isinstance(want, CUTS)))
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,12 @@ class _Model:
         if not open_needs:
             return
         wanted = dict.fromkeys(t for t, _ in open_needs)
-        if any(isinstance(t, Shard) for t in wanted):
+        if any(isinstance(t, CUTS) for t in wanted):
             wanted.setdefault(WHOLE)
         conversions: dict[tuple[State, State], int] = {}
         obtained = {t: self._obtained(values, made, t, tie, conversions) for t in wanted}
         for t, need in open_needs:
-            have = obtained[t] if not isinstance(t, Shard) else {*obtained[t], *obtained[WHOLE]}
+            have = obtained[t] if not isinstance(t, CUTS) else {*obtained[t], *obtained[WHOLE]}
             terms = dict.fromkeys(have, -1.0)
             for x in need.terms:  # a loop's carry is both maker and user
                 terms[x] = terms.get(x, 0.0) + 1.0
@@ -127,7 +127,7 @@ class _Model:
         """A value made in a state other than that in which a user takes it is converted to something. No choice of
         whole numbers breaks this; choices in halves do, and bounds without it are far too low."""
         for s, when in made.items():
-            if s == WHOLE and any(isinstance(t, Shard) for t in needs):
+            if s == WHOLE and any(isinstance(t, CUTS) for t in needs):
                 continue
             need = needs.get(s, _When())
             if need.always:
@@ -150,7 +150,7 @@ class _Model:
         out = list(made[t].terms) if t in made else []
         v = values[0]
         for s, when in made.items():
-            if s == t or (s == WHOLE and isinstance(t, Shard)) or not self.axis.can_convert(v, s, t):
+            if s == t or (s == WHOLE and isinstance(t, CUTS)) or not self.axis.can_convert(v, s, t):
                 continue
             e = self.variable(self.axis.seconds(v, s, t) * len(values) / LATENCY + tie, False)
             conversions[s, t] = e

@@ -11,7 +11,7 @@ from vescale_fn.sharding.choice import AxisProblem, Choice
 from vescale_fn.sharding.classes import classes_of
 from vescale_fn.sharding.exact import NoSolution, solve_exact
 from vescale_fn.sharding.graph import Source, Var, op_name, type_text
-from vescale_fn.sharding.layout import Layout, Partial, Shard, State, Whole
+from vescale_fn.sharding.layout import CUTS, Layout, Partial, State, Whole
 from vescale_fn.sharding.plan import Plan
 from vescale_fn.sharding.problem import Node
 
@@ -138,7 +138,7 @@ def _time(seconds: float) -> str:
 def _conversion_lines(problem: AxisProblem, choice: Choice) -> Iterator[str]:
     for v in problem.problem.makers:
         for src, dst in problem.conversions(choice, v):
-            if not (isinstance(src, Whole) and isinstance(dst, Shard)):
+            if not (isinstance(src, Whole) and isinstance(dst, CUTS)):
                 made = problem.problem.makers[v][0].eqn
                 where = f" ({made.source})" if made and made.source != Source() else ""
                 yield f"{problem.axis}: {v}{where} {_conversion(problem, choice, v, src, dst)}"

@@ -12,10 +12,10 @@ from collections.abc import Set as AbstractSet
 
 from vescale_fn.sharding.candidates import Strategy, partial_strategies, strategy_for, whole_strategy
 from vescale_fn.sharding.graph import Var
-from vescale_fn.sharding.layout import Kind, Partial, Shard, State
+from vescale_fn.sharding.layout import CUTS, Kind, Partial, State
 from vescale_fn.sharding.problem import Node, Problem
 
-Seeds = Sequence[tuple[Var, Shard]]
+Seeds = Sequence[tuple[Var, State]]
 Fits = Callable[[Node, Strategy], bool]
 Strategies = dict[Node, list[Strategy]]
 
@@ -25,10 +25,10 @@ def seeds(problem: Problem, axis: str, roles: Mapping[Var, str]) -> tuple[Seeds,
 
     roles: "data" or "state" for each input.
     """
-    groups: tuple[list[tuple[Var, Shard]], ...] = ([], [], [])
+    groups: tuple[list[tuple[Var, State]], ...] = ([], [], [])
     for node in problem.nodes:
         given = node.given(axis)
-        found = [(v, s) for v, s in zip(node.values, given.states) if isinstance(s, Shard)] if given else []
+        found = [(v, s) for v, s in zip(node.values, given.states) if isinstance(s, CUTS)] if given else []
         if found:
             is_data = not node.operands and roles.get(node.results[0]) == "data"
             groups[2 if node.eqn else 0 if is_data else 1].extend(found)
@@ -60,7 +60,7 @@ def strategies_within(
                     continue
                 owner[node] = group
                 found[node].append(strategy)
-                queue += [(w, s) for w, s in zip(node.values, strategy.states) if isinstance(s, Shard)]
+                queue += [(w, s) for w, s in zip(node.values, strategy.states) if isinstance(s, CUTS)]
     _add_partial(problem, axis, found, fits)
     return found
 

@@ -78,8 +78,20 @@ class Manual:
 
 
 State = Whole | Partial | Shard | Ragged | Manual
+CUTS = (Shard, Ragged)  # states in which each rank holds a part of its own
 WHOLE = Whole()
 MANUAL = Manual()
+
+
+def cut_dims(state: State) -> frozenset[int]:
+    """The dims that a state cuts: several where it merges them.
+
+    >>> sorted(cut_dims(Ragged(1, (1, 2), last=2)))
+    [1, 2]
+    """
+    if isinstance(state, Ragged):
+        return frozenset(range(state.dim, max(state.dim, state.last) + 1))
+    return frozenset((state.dim,)) if isinstance(state, Shard) else frozenset()
 
 
 def chunk(size: int, n: int, index: int) -> tuple[int, int]:
@@ -164,7 +176,8 @@ class Layout:
 
     @cached_property
     def flat(self) -> Layout:
-        """This layout over the tensor in which the dims that a Ragged state flattens are one dim; else itself.
+        """This layout over the dims of the local tensors, in which each group of dims that a Ragged state merges is one
+        dim. Itself where nothing is merged.
 
         >>> m = MeshShape(("dp",), (2,))
         >>> Layout.of(m, (4, 3, 5), {"dp": Ragged(0, (1, 3), last=1)}).flat.shape
@@ -175,8 +188,18 @@ class Layout:
                 first, end = state.dim, state.last + 1
                 shape = (*self.shape[:first], math.prod(self.shape[first:end]), *self.shape[end:])
                 moved = {a: _moved(s, end - first - 1, end) for a, s in zip(self.mesh.names, self.states)}
-                return Layout.of(self.mesh, shape, {**moved, axis: Ragged(first, state.units)})
+                return Layout.of(self.mesh, shape, {**moved, axis: Ragged(first, state.units)}).flat
         return self
+
+    def flat_dim(self, dim: int) -> int:
+        """The dim of `flat` that holds `dim`.
+
+        >>> m = MeshShape(("dp",), (2,))
+        >>> [Layout.of(m, (4, 3, 5), {"dp": Ragged(0, (1, 3), last=1)}).flat_dim(d) for d in range(3)]
+        [0, 0, 1]
+        """
+        merged = [s for s in self.states if isinstance(s, Ragged) and s.last > s.dim]
+        return dim - sum(min(dim, s.last) - s.dim for s in merged if s.dim < dim)
 
     def intervals(self, dim: int, coords: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
         """The (start, stop) runs of global indices of `dim` that the rank at `coords` holds, in local order.
@@ -267,9 +290,18 @@ def _plain(state: State, n: int) -> State:
 
 def _moved(state: State, by: int, end: int) -> State:
     """The state of another axis after `by` dims before dim `end` were merged into their predecessor."""
-    if isinstance(state, (Shard, Ragged)) and state.dim >= end:
-        return replace(state, dim=state.dim - by)
-    return state
+    return shifted(state, -by) if isinstance(state, CUTS) and state.dim >= end else state
+
+
+def shifted(state: State, by: int) -> State:
+    """The state of a tensor that has `by` more dims in front.
+
+    >>> shifted(Ragged(0, (1, 2), last=1), 1)
+    Ragged(dim=1, units=(1, 2), last=2)
+    """
+    if isinstance(state, Ragged) and state.last > state.dim:
+        return replace(state, dim=state.dim + by, last=state.last + by)
+    return replace(state, dim=state.dim + by) if isinstance(state, CUTS) else state
 
 
 def _digit(start: int, stop: int, step: int, n: int, c: int) -> list[tuple[int, int]]:

@@ -222,6 +222,7 @@ def _sub_rule(rule: Rule, operands: Sequence[int], results: Sequence[int]) -> Ru
         rule.whole,
         reduces=rule.reduces,
         masked=rule.masked,
+        merges=rule.merges,
     )
 
 
@@ -271,22 +272,23 @@ def _dims(v: Var) -> tuple[Dims, dict[str, int]]:
 
 def _creation(v: Var) -> Rule:
     dims, sizes = _dims(v)
-    return Rule((), (dims,), sizes)
+    return Rule((), (dims,), sizes, merges="alike")
 
 
 def _output_rule(v: Var, results: int) -> Rule:
     """Not linear: what is pending is reduced before it leaves."""
     dims, sizes = _dims(v)
-    return Rule((dims,), (dims,) * results, sizes)
+    return Rule((dims,), (dims,) * results, sizes, merges="alike")
 
 
 def _copy(v: Var, drop: bool = False, add: bool = False) -> Rule:
     """The same value inside and outside a sub-program; `drop`, `add`: dim 0 of the operand, the result is iterated
     over, and whole."""
     dims, sizes = _dims(v)
-    return Rule((((), *dims) if drop else dims,), (((), *dims) if add else dims,), sizes, through=frozenset({0}))
+    sides = [((), *dims) if more else dims for more in (drop, add)]
+    return Rule((sides[0],), (sides[1],), sizes, through=frozenset({0}), merges="alike")
 
 
 def _carry(v: Var) -> Rule:
     dims, sizes = _dims(v)
-    return Rule((dims, dims), (dims, dims), sizes, linear=(frozenset({0, 1}),))
+    return Rule((dims, dims), (dims, dims), sizes, linear=(frozenset({0, 1}),), merges="alike")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from vescale_fn.sharding.layout import Layout, Ragged, Shard, State, chunk
+from vescale_fn.sharding.layout import CUTS, Layout, Ragged, Shard, State, chunk
 
 
 def reduced(units: Sequence[int]) -> tuple[int, ...]:
@@ -75,7 +75,7 @@ def offsets(layout: Layout, axis: str) -> tuple[int, ...]:
     """
     layout = layout.flat
     state = layout[axis]
-    if not isinstance(state, (Shard, Ragged)):
+    if not isinstance(state, CUTS):
         raise ValueError(f"Axis '{axis}' does not shard a dim of {layout}, so it has no offsets.")
     found = [0]
     origin = dict.fromkeys(layout.mesh.names, 0)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from vescale_fn.sharding.choice import AxisProblem, Choice
 from vescale_fn.sharding.graph import Eqn, Var, is_view, op_name
-from vescale_fn.sharding.layout import WHOLE, Shard
+from vescale_fn.sharding.layout import CUTS, WHOLE
 from vescale_fn.sharding.problem import Node, Problem
 from vescale_fn.sharding.work import is_heavy
 
@@ -24,7 +24,7 @@ def messages(problem: Problem, solved: Solved) -> tuple[str, ...]:
 def _gathers(p: AxisProblem, choice: Choice, axis: str) -> Iterator[str]:
     for v, given in _as_given(p, axis).items():
         state = p.made(choice, v)
-        if not isinstance(state, Shard) or (state, WHOLE) not in p.conversions(choice, v):
+        if not isinstance(state, CUTS) or (state, WHOLE) not in p.conversions(choice, v):
             continue
         user = next((u for u, i in p.problem.users[v] if p.chosen(choice, u).operands[i] == WHOLE), None)
         if user is not None:
@@ -35,7 +35,7 @@ def _as_given(p: AxisProblem, axis: str) -> dict[Var, Var]:
     """Inputs that the user sharded on an axis, and views of them: value -> the input that it shows."""
     out: dict[Var, Var] = {}
     for node in p.problem.nodes:
-        if node.layout is not None and not node.operands and isinstance(node.layout[axis], Shard):
+        if node.layout is not None and not node.operands and isinstance(node.layout[axis], CUTS):
             out.update((v, v) for v in node.results)
         elif node.operands and node.operands[0] in out and node.eqn is not None and is_view(node.eqn):
             out.update((v, out[node.operands[0]]) for v in node.results)
@@ -81,7 +81,7 @@ def _repeated(p: AxisProblem, choice: Choice, axis: str) -> Iterator[str]:
 
 def _sharded_origin(p: AxisProblem, choice: Choice, v: Var) -> Var | None:
     """The sharded value that v shows in another form, or v itself if that is sharded."""
-    while not isinstance(p.made(choice, v), Shard):
+    while not isinstance(p.made(choice, v), CUTS):
         maker = p.problem.makers[v][0]
         if maker.eqn is None or not is_view(maker.eqn):
             return None

@@ -1,8 +1,9 @@
 """From one layout to another: the chain of collectives that moves least.
 
-`plan` searches the layouts in between. Cheapest is, in this order: fewest irregular exchanges, fewest elements sent,
-fewest collectives, fewest steps. No layout in between holds more on a rank than source or target, whichever holds
-more, so nothing is gathered that need not be (but ragged cuts that merge different dims go through the whole).
+`plan` searches the layouts in between. Cheapest is, in this order: fewest irregular exchanges (but of parts in units),
+fewest elements sent, fewest collectives, fewest steps. No layout in between holds more on a rank than source or target,
+whichever holds more, so nothing is gathered that need not be (but ragged cuts that merge different dims go through the
+whole).
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from vescale_fn.sharding.digits import (
     Position,
     dim_of,
     exists,
-    flattened,
     local_dim,
     minor,
     nest,
@@ -40,7 +40,7 @@ from vescale_fn.sharding.digits import (
     slots,
     within_dim,
 )
-from vescale_fn.sharding.layout import WHOLE, Kind, Layout, Partial, Ragged, Shard, State, Whole
+from vescale_fn.sharding.layout import CUTS, WHOLE, Kind, Layout, Partial, Ragged, Shard, State, Whole
 
 
 @lru_cache(maxsize=65536)
@@ -102,9 +102,14 @@ def _cheapest(src: Layout, dst: Layout, limit: int) -> tuple[Step, ...] | None:
 def _add(cost: Cost, step: Step) -> Cost:
     exchanges, elements, collectives, steps = cost
     moved = sent(step.comm, step.layout)
-    irregular = isinstance(step.comm, Exchange)
+    irregular = isinstance(step.comm, Exchange) and not _in_units(step.comm)
     local = isinstance(step.comm, (Slice, ToPartial))
     return exchanges + irregular, elements + moved, collectives + (not local), steps + 1
+
+
+def _in_units(comm: Exchange) -> bool:
+    """Whether parts are unequal anyway, so that no other collective is more regular."""
+    return any(isinstance(s, Ragged) for s in (*comm.src.states, *comm.dst.states))
 
 
 def _moves(at: Layout, dst: Layout) -> Iterator[Step]:
@@ -179,7 +184,7 @@ def _permute(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
 
 def _cut(state: State) -> int | None:
     """The dim that a state cuts."""
-    return state.dim if isinstance(state, (Shard, Ragged)) else None
+    return state.dim if isinstance(state, CUTS) else None
 
 
 def _shards(at: State, dst: State) -> Hashable:
@@ -214,12 +219,12 @@ def _exchange(at: Layout, dst: Layout, axes: tuple[str, ...]) -> Found:
     """All that remains, where nothing is pending; what becomes partial or merges dims becomes whole first."""
     if _pending(at, axes):
         return
-    have = flattened(at)
+    have = at.flat
     whole = {a: WHOLE for a in axes if isinstance(dst[a], Partial)}
-    merging = {a: WHOLE for a in axes if flattened(at.with_state(a, dst[a])).shape != have.shape}
+    merging = {a: WHOLE for a in axes if at.with_state(a, dst[a]).flat.shape != have.shape}
     for exceptions in (whole, whole | merging):
         after = at.with_states({a: dst[a] for a in axes} | exceptions)
-        want = flattened(after)
+        want = after.flat
         if after != at and have.shape == want.shape:
             senders = tuple(a for a in axes if at[a] != after[a] and not isinstance(at[a], Whole))
             yield Step(Exchange(senders, have, want), after)

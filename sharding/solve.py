@@ -18,7 +18,7 @@ from vescale_fn.sharding.exact import NoSolution, solve_exact
 from vescale_fn.sharding.fallback import solve_locally
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Var, equations, is_view
 from vescale_fn.sharding.intent import seeds, strategies_within
-from vescale_fn.sharding.layout import Layout, Ragged, Shard, State
+from vescale_fn.sharding.layout import CUTS, Layout, State
 from vescale_fn.sharding.mesh import MeshShape
 from vescale_fn.sharding.plan import Plan
 from vescale_fn.sharding.problem import Node, Problem, Regions, RuleFor, build
@@ -79,7 +79,7 @@ class _Solver:
             if strategy.letter:
                 self.share[node] = self.share.get(node, 1.0) / n
             for v, s in zip(node.results, strategy.results):
-                if isinstance(s, (Shard, Ragged)):
+                if isinstance(s, CUTS):
                     self.nbytes[v] /= n
 
     def fits(self, axis: str) -> Callable[[Node, Strategy], bool]:

@@ -9,7 +9,7 @@ import torch
 
 from vescale_fn.sharding.candidates import Strategy
 from vescale_fn.sharding.graph import Eqn, Var
-from vescale_fn.sharding.layout import Ragged, Shard
+from vescale_fn.sharding.layout import CUTS
 from vescale_fn.sharding.rules.rule import Rule
 
 FLOPS = 400e12  # per second
@@ -47,5 +47,5 @@ def heavy_seconds(rule: Rule, nbytes: float, share: float, strategy: Strategy, n
 
 def light_seconds(values: tuple[Var, ...], nbytes: dict[Var, float], strategy: Strategy, n: int) -> float:
     """`nbytes`: of each value, as far as other axes leave it to a rank."""
-    cut = (nbytes[v] / n if isinstance(s, (Shard, Ragged)) else nbytes[v] for v, s in zip(values, strategy.states))
+    cut = (nbytes[v] / n if isinstance(s, CUTS) else nbytes[v] for v, s in zip(values, strategy.states))
     return sum(cut) / MEMORY * FUSED

@@ -65,9 +65,9 @@ def parts(values: Tensor, layout: Layout, seed: int = 0) -> list[Tensor]:
     whole = [values.numpy()] * layout.mesh.size
     for axis, kind in layout.partial:
         whole = _spread(whole, layout.mesh, axis, kind, rng)
-    return [
-        torch.from_numpy(np.ascontiguousarray(x[index(layout, layout.mesh.coords(r))])) for r, x in enumerate(whole)
-    ]
+    flat = layout.flat
+    cut = [x.reshape(flat.shape)[index(flat, layout.mesh.coords(r))] for r, x in enumerate(whole)]
+    return [torch.from_numpy(np.ascontiguousarray(x)) for x in cut]
 
 
 def _spread(whole: list[Any], mesh: MeshShape, axis: str, kind: str, rng: Any) -> list[Any]:

@@ -25,7 +25,7 @@ from vescale_fn.sharding.comm import (
     ToPartial,
 )
 from vescale_fn.sharding.cost import chain_bytes, peak_bytes
-from vescale_fn.sharding.digits import exists, flattened
+from vescale_fn.sharding.digits import exists
 from vescale_fn.sharding.layout import WHOLE, Layout, Partial, Ragged, Shard, State
 from vescale_fn.sharding.mesh import MeshShape
 from vescale_fn.sharding.reshard import plan
@@ -112,7 +112,7 @@ def test_nothing_in_between_is_larger_than_source_and_target(pair: tuple[Layout,
     src, dst = pair
     sizes = src.max_local_numel, dst.max_local_numel
     steps = plan(src, dst)
-    assume(flattened(src).shape == flattened(dst).shape)  # else it may go through the whole tensor
+    assume(src.flat.shape == dst.flat.shape)  # else it may go through the whole tensor
     assert all(s.layout.max_local_numel <= max(sizes) for s in steps)
     assert peak_bytes(src, steps, F64) <= 8 * (sum(sizes) + max(sizes))
 
@@ -150,7 +150,7 @@ def blocks(layout: Layout) -> list[tuple[Runs, ...]]:
 @settings(max_examples=300)
 @given(chains(1))
 def test_intervals_are_the_indices_of_the_definition(layouts: tuple[Layout]) -> None:
-    layout = flattened(layouts[0])
+    layout = layouts[0].flat
     for coords in layout.mesh.all_coords():
         for dim in range(layout.ndim):
             runs = layout.intervals(dim, coords)

@@ -30,18 +30,21 @@ from vescale_fn.sharding.plan import Plan
 from vescale_fn.sharding.problem import Regions, RuleFor, build
 from vescale_fn.sharding.report import no_rule
 from vescale_fn.sharding.rules import rule_for
-from vescale_fn.sharding.rules.registry import form
+from vescale_fn.sharding.rules.pointwise import elementwise
 from vescale_fn.sharding.rules.rule import Rule
 from vescale_fn.tracing import Traced
 
-COPY = form("... -> ...", linear=[{0}])  # what only marks its operand
+
+def _marks(eqn: Eqn) -> Rule:
+    """What only marks its operand."""
+    return elementwise(eqn, linear=[{0}])
 
 
 def lower(name: str, traced: Traced, request: Request, cache_dir: Path | None = None) -> Lowered:
     """Solve, partition and optimize a traced step. `cache_dir`: a folder in which plans are kept."""
     check_keys(name, traced.graph)
     user_rules = {**registered_rules(), **request.rules}
-    extra = {**UPDATE_RULES, **REGION_RULES, **RANDOM_RULES, **dict.fromkeys((NAMED, WIDEN), COPY), **user_rules}
+    extra = {**UPDATE_RULES, **REGION_RULES, **RANDOM_RULES, **dict.fromkeys((NAMED, WIDEN), _marks), **user_rules}
 
     @cache
     def rule(e: Eqn) -> Rule | None:

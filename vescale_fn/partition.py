@@ -19,7 +19,7 @@ from vescale_fn.regions.lower import localize as localize_region
 from vescale_fn.remat import NAMED
 from vescale_fn.sharding.cost import chain_bytes
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Source, Var
-from vescale_fn.sharding.layout import Layout, Ragged, Shard
+from vescale_fn.sharding.layout import Layout, shifted
 from vescale_fn.sharding.plan import Plan
 from vescale_fn.sharding.reshard import plan as plan_reshard
 
@@ -34,10 +34,7 @@ def partition(plan: Plan) -> Program:
 
 def slice_layout(layout: Layout) -> Layout:
     """The layout of x[i] for x of `layout`, whose dim 0 is whole."""
-    states = {
-        a: replace(s, dim=s.dim - 1) if isinstance(s, (Shard, Ragged)) else s
-        for a, s in zip(layout.mesh.names, layout.states)
-    }
+    states = {a: shifted(s, -1) for a, s in zip(layout.mesh.names, layout.states)}
     return Layout.of(layout.mesh, layout.shape[1:], states)
 
 

@@ -11,7 +11,7 @@ import torch
 from vescale_fn.engines.kernels import Group
 from vescale_fn.program import AxisIndex, Owned, Unbound, bind_constant
 from vescale_fn.sharding.comm import AllToAll, Collective, ReduceScatter, Slice
-from vescale_fn.sharding.layout import Layout, Ragged, Shard
+from vescale_fn.sharding.layout import CUTS, Layout, Ragged
 from vescale_fn.sharding.mesh import MeshShape
 
 
@@ -99,7 +99,7 @@ def same_everywhere(c: Unbound, mesh: MeshShape) -> bool:
     """Whether an unbound constant has one value on all ranks."""
     if isinstance(c, AxisIndex):
         return mesh.extent(c.axes) == 1
-    cuts = [s for s in c.layout.states if isinstance(s, (Shard, Ragged)) and s.dim == c.dim]
+    cuts = [s for s in c.layout.states if isinstance(s, CUTS) and s.dim == c.dim]
     if isinstance(c, Owned):
         return not cuts
     return not any(isinstance(s, Ragged) or s.uneven for s in cuts)

@@ -6,6 +6,7 @@ Random numbers are not here: a draw belongs to a key, not to a rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def _filled(value: str | float) -> Entry:
     def entry(eqn: Eqn) -> Rule:
         number = bound_args(eqn)[value] if isinstance(value, str) else value
         zero = isinstance(number, (int, float, complex)) and number == 0
-        return parse_rule("- -> ...", eqn, linear=[()] if zero else [])
+        return replace(parse_rule("- -> ...", eqn, linear=[()] if zero else []), merges="alike")
 
     return entry
 
@@ -32,7 +33,7 @@ def _filled(value: str | float) -> Entry:
 def _by_position(eqn: Eqn) -> Rule:
     """Elements depend on where they are."""
     x = letters(len(eqn.outs[0].shape))
-    return parse_rule(f"- -> {' '.join(x)}", eqn, masked=x)
+    return replace(parse_rule(f"- -> {' '.join(x)}", eqn, masked=x), merges="alike")
 
 
 _POSITIONAL = [

@@ -26,4 +26,4 @@ def list_update(eqn: Eqn) -> Rule:
         elif isinstance(arg, Var) and arg.is_tensor:
             operands.append(())
     results = letters * (len(eqn.outs) // max(len(params), 1))
-    return replace(make_rule(operands, results, sizes), apart=True)
+    return replace(make_rule(operands, results, sizes), apart=True, merges="alike")

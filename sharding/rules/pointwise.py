@@ -7,6 +7,7 @@ an operation is linear. Numbers are no operands: `x + 10` is not linear in x, an
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def elementwise(eqn: Eqn, linear: Iterable[Slots] = (), through: Slots = ()) -> 
     """Dims of operands and results align from the right."""
     left = ", ".join(["..."] * len(eqn.operands)) or "-"
     right = ", ".join(["..."] * len(eqn.outs))
-    return parse_rule(f"{left} -> {right}", eqn, linear=linear, through=through)
+    return replace(parse_rule(f"{left} -> {right}", eqn, linear=linear, through=through), merges="alike")
 
 
 def is_pointwise(op: Any) -> bool:

@@ -7,6 +7,7 @@ sums before the rules are asked.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def _reduction(kind: Kind | None, linear: bool = False) -> Entry:
         keepdim = bound_args(eqn).get("keepdim", False)
         result = tuple(() if d in reduced else (a,) for d, a in enumerate(letters) if keepdim or d not in reduced)
         gone = [letters[d] for d in reduced]
-        return make_rule(
+        rule = make_rule(
             [tuple((a,) for a in letters)],
             [result] * len(eqn.outs),
             dict(zip(letters, x.shape)),
@@ -46,6 +47,7 @@ def _reduction(kind: Kind | None, linear: bool = False) -> Entry:
             reduces=dict.fromkeys(gone, kind) if kind else {},
             eqn=eqn,
         )
+        return replace(rule, merges="never" if keepdim else "alike")
 
     return entry
 

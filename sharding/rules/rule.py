@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from vescale_fn.sharding.layout import Kind
 
 Dims = tuple[tuple[str, ...], ...]  # per dim: its factors' letters, major first; () for a dim of size one
 
+Merges = Literal["never", "alike", "freely"]
 ALL_KINDS = "any"  # in `Rule.through`: partial sums, maxima and minima all pass
 
 
@@ -38,6 +40,8 @@ class Rule:
         local operation (offset and mask).
     apart: results depend only on operands with which they share letters, or which have none: a result without letters
         is no reduction of anything.
+    merges: whether dims that a Ragged state merges may be one dim of the local tensors. "alike": where the same dims
+        of all tensors are, because the operation does not care where one ends and the next begins; "freely": of a view.
     """
 
     operands: tuple[Dims, ...]
@@ -49,6 +53,7 @@ class Rule:
     reduces: Mapping[str, Kind] = field(default_factory=dict)
     masked: frozenset[str] = frozenset()
     apart: bool = False
+    merges: Merges = "never"
 
     def __str__(self) -> str:
         def dims(ds: Dims) -> str:

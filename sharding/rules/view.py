@@ -7,6 +7,7 @@ from the result, which means a reduction.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 from math import gcd
@@ -97,7 +98,11 @@ def _zero_sizes(old: tuple[int, ...], new: tuple[int, ...]) -> dict[str, int]:
 
 def _reshape(eqn: Eqn) -> Rule:
     text, sizes = match_factors(eqn.operands[0].shape, eqn.outs[0].shape)
-    return parse_rule(text, eqn, through=[0], sizes=sizes)
+    return replace(parse_rule(text, eqn, through=[0], sizes=sizes), merges="freely")
+
+
+def _expand(eqn: Eqn) -> Rule:
+    return replace(parse_rule("... -> ...", eqn, through=[0]), merges="alike")
 
 
 # --- one operand, dims moved or cut -------------------------------------------------------------------------------
@@ -250,7 +255,7 @@ _SPLITS = [
 ENTRIES: Mapping[Any, Entry] = {
     **dict.fromkeys(_RESHAPES, _reshape),
     **dict.fromkeys(_SPLITS, _passing(_split)),
-    aten.expand.default: form("... -> ...", through=[0]),
+    aten.expand.default: _expand,
     aten.permute.default: _passing(_permute),
     aten.transpose.int: _passing(_transpose),
     aten.t.default: _passing(_t),

@@ -1,9 +1,10 @@
-"""Random meshes and specs: tuple axes, shards of factors, uneven and empty shards, pending sums."""
+"""Random meshes and specs: tuple axes, shards of factors, uneven and empty shards, units and owners, pending sums."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,13 +24,11 @@ def spec_for(draw: Draw, shape: Sequence[int], mesh: Mapping[str, int], pending:
     held: dict[Any, list[str]] = {}
     for axis in draw(st.permutations(list(mesh))):
         held.setdefault(draw(st.sampled_from(places)), []).append(axis)
-    dims = [
-        _dim(draw, "abcdefg"[d], n, axes, math.prod(mesh[a] for a in axes))
-        for d, n in enumerate(shape)
-        for axes in [held.get(d, [])]
-    ]
+    dims: list[str] = []
+    while len(dims) < len(shape):
+        dims += _dims(draw, shape, mesh, held, len(dims))
     entries = ", ".join(f"{kind}: {_axes(held[kind])}" for kind in pending if kind in held)
-    return " ".join(dims + ([f"{{{entries}}}"] if entries else []))
+    return " ".join([*filter(None, dims)] + ([f"{{{entries}}}"] if entries else []))
 
 
 def constraint_for(draw: Draw, value: torch.Tensor, mesh: Mapping[str, int]) -> str:
@@ -44,6 +43,29 @@ def pending_of(dtype: torch.dtype) -> tuple[str, ...]:
 
 def _axes(axes: Sequence[str]) -> str:
     return axes[0] if len(axes) == 1 else f"({' '.join(axes)})"
+
+
+def _dims(
+    draw: Draw, shape: Sequence[int], mesh: Mapping[str, int], held: Mapping[Any, list[str]], d: int
+) -> list[str]:
+    """Dim d; with those that follow it where one axis cuts them together, in units ("" for all but the last)."""
+    axes, name = held.get(d, []), "abcdefg"[d]
+    ranks = math.prod(mesh[a] for a in axes)
+    if len(axes) != 1 or not shape[d] or draw(st.integers(0, 5)):
+        return [_dim(draw, name, shape[d], axes, ranks)]
+    last = d
+    while last + 1 < len(shape) and not held.get(last + 1) and draw(st.booleans()):
+        last += 1
+    group = name if last == d else f"({' '.join('abcdefg'[d : last + 1])})"
+    return [*[""] * (last - d), f"{group}~{_units(draw, math.prod(shape[d : last + 1]), ranks)}/{axes[0]}"]
+
+
+def _units(draw: Draw, size: int, ranks: int) -> str:
+    """An owner, or as many units as there are rows."""
+    if not size or draw(st.integers(0, 3)) == 0:
+        return f"@{draw(st.integers(0, ranks - 1))}"
+    cuts = [0, *sorted(draw(st.lists(st.integers(0, size), min_size=ranks - 1, max_size=ranks - 1))), size]
+    return f"[{' '.join(str(b - a) for a, b in pairwise(cuts))}]"
 
 
 def _dim(draw: Draw, name: str, n: int, axes: Sequence[str], ranks: int) -> str:

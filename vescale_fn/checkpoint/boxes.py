@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vescale_fn.sharding.digits import flattened
 from vescale_fn.sharding.layout import Layout, Ragged
 
 Ranges = tuple[tuple[int, int], ...]  # (start, size) for each dim
@@ -49,7 +48,7 @@ def boxes(layout: Layout, coords: Mapping[str, int]) -> list[Box]:
     >>> [(b.start, b.shape) for b in boxes(fused, {"tp": 1})]
     [((0, 2), (2, 2)), ((0, 6), (2, 2)), ((0, 10), (2, 2))]
     """
-    flat = flattened(layout)
+    flat = layout.flat
     pieces = [_pieces(flat.intervals(d, coords), sizes) for d, sizes in enumerate(_merged(layout))]
     found = []
     for choice in itertools.product(*pieces):

@@ -96,8 +96,9 @@ class Context:
         return ([v] + self.builder.reshard(v, to, self.eqn.source, self.eqn.phase))[-1]
 
     def local_shape(self, layout: Layout) -> tuple[Any, ...]:
-        """The local shape of a tensor of this layout, as arguments: ints, and LocalDim where an axis cuts the dim."""
-        return tuple(local_dim(layout, d) for d in range(layout.ndim))
+        """The local shape of a tensor of this layout, as arguments: ints, and LocalDim where an axis cuts the dim.
+        Dims that a Ragged state merges are one."""
+        return tuple(local_dim(layout.flat, d) for d in range(layout.flat.ndim))
 
 
 Handler = Callable[[Context, tuple[Any, ...], dict[str, Any]], tuple[Var, ...]]

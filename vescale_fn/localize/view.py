@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from vescale_fn.localize.context import Context, Handler, local_dim
+from vescale_fn.localize.index import cuts
 from vescale_fn.sharding.graph import Var
 from vescale_fn.sharding.layout import Layout
 from vescale_fn.sharding.rules.registry import bound_args
@@ -50,7 +51,7 @@ def _bounds(named: dict[str, Any], whole: Layout, part: Layout, dim: int) -> tup
     """Where a slice starts and ends on a rank. A dim that is cut has all of it sliced, or one of equal pieces, of
     each of which the rank holds as much."""
     size, length = whole.shape[dim], part.shape[dim]
-    if not whole.shards(dim) or length == size:
+    if not cuts(whole, dim) or length == size:
         return named["start"], named["end"]
     local = local_dim(part, dim)
     assert isinstance(local, int)  # what follows another factor is never uneven

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vescale_fn.array import Array
 from vescale_fn.pjit import pjit
-from vescale_fn.sharding.layout import WHOLE, Layout, Ragged, Shard
+from vescale_fn.sharding.layout import WHOLE, Layout, cut_dims
 from vescale_fn.sharding.unbind import spec_of
 from vescale_fn.shardings import NamedSharding
 from vescale_fn.tree import flatten, map_leaves, unflatten
@@ -98,8 +98,5 @@ def _sharding_like(x: Any, param: Any) -> Any:
     if x.ndim != layout.ndim or any(a not in (1, b) for a, b in zip(x.shape, layout.shape)):
         return "..."
     gone = [d for d, (a, b) in enumerate(zip(x.shape, layout.shape)) if a != b]
-    states = {
-        axis: WHOLE if isinstance(s, (Shard, Ragged)) and s.dim in gone else s
-        for axis, s in zip(layout.mesh.names, layout.states)
-    }
+    states = {axis: WHOLE if cut_dims(s) & {*gone} else s for axis, s in zip(layout.mesh.names, layout.states)}
     return NamedSharding(param.mesh, str(spec_of(Layout.of(layout.mesh, tuple(x.shape), states))))
