@@ -49,15 +49,15 @@ def sent(comm: Comm, after: Layout) -> float:
         case ReduceScatter():  # of unequal parts a rank keeps its own, be it none
             return float(held * (n - 1) if after.is_even else min(held * (n - 1), _whole(comm, after)))
         case AllGather() if comm.units:  # the largest part, around the ring
-            return held * max(comm.units) / sum(comm.units) * (n - 1)
+            return held * max(comm.units) * (n - 1) / sum(comm.units)
         case Permute():
             return float(held)
         case PPermute(_, pairs):
             return float(held) if any(s != d for s, d in pairs) else 0.0
         case Broadcast() | RaggedAllToAll():
             return float(held) if n > 1 else 0.0
-        case Exchange(axes, src, _):
-            return float(src.max_local_numel) if axes else 0.0
+        case Exchange(axes, src, dst):
+            return float(src.max_local_numel * _copies(axes, dst)) if axes else 0.0
         case _:
             return held * (n - 1) / n
 
@@ -65,6 +65,12 @@ def sent(comm: Comm, after: Layout) -> float:
 def _whole(comm: Comm, after: Layout) -> int:
     """Elements of the operand of which the ranks get a part each."""
     return after.with_states(dict.fromkeys(comm.axes, WHOLE)).max_local_numel
+
+
+def _copies(axes: tuple[str, ...], dst: Layout) -> int:
+    """How many ranks want the part that a rank holds, without itself where all want it."""
+    copies = dst.mesh.extent(tuple(a for a in axes if dst[a] == WHOLE))
+    return copies - all(dst[a] == WHOLE for a in axes)
 
 
 def chain_bytes(steps: Iterable[Step], dtype: Dtype) -> float:
