@@ -24,7 +24,7 @@ from vescale_fn.sharding.comm import (
     ToPartial,
 )
 from vescale_fn.sharding.cost import chain_bytes, conversion_cost, peak_bytes, sent
-from vescale_fn.sharding.layout import WHOLE, Layout, Partial, Shard, State
+from vescale_fn.sharding.layout import WHOLE, Layout, Partial, Ragged, Shard, State
 from vescale_fn.sharding.mesh import MeshShape
 from vescale_fn.sharding.reshard import plan
 
@@ -32,6 +32,7 @@ F32 = np.dtype(np.float32)
 MESH = MeshShape(("x", "y"), (4, 2))
 SHAPE = (16, 32)
 NUMEL = 512
+UNITS = Ragged(0, (1, 5, 2, 0))
 
 
 def layout(**states: State) -> Layout:
@@ -50,6 +51,10 @@ def layout(**states: State) -> Layout:
         (Permute(("x", "y"), ("y", "x")), layout(x=Shard(0, 2), y=Shard(0)), NUMEL / 8),
         (Exchange(("x",), layout(x=Shard(0)), layout(x=Shard(0, 2))), layout(x=Shard(0, 2)), NUMEL / 4),
         (Exchange((), layout(), layout(x=Shard(0))), layout(x=Shard(0)), 0),
+        (Exchange(("x",), layout(x=UNITS), layout()), layout(), NUMEL * 5 / 8 * 3),  # as much as the gather below
+        (AllGather(("x",), 0, units=(1, 5, 2, 0)), layout(), NUMEL * 5 / 8 * 3),
+        (Exchange(("x", "y"), layout(x=UNITS, y=Shard(1)), layout(x=Shard(1))), layout(x=Shard(1)), NUMEL * 5 / 16 * 2),
+        (ReduceScatter(("x",), 0), layout(x=UNITS), NUMEL),  # the rank that gets nothing sends all
         (PPermute(("x",), ((0, 1), (2, 2))), layout(y=Shard(1)), NUMEL / 2),
         (PPermute(("x",), ((0, 0), (2, 2))), layout(), 0),
         (Broadcast(("x", "y"), 3), layout(), NUMEL),
