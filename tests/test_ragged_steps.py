@@ -335,10 +335,10 @@ def test_memory_of_each_rank_is_what_it_holds(at: str) -> None:
 # ---- several processes
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_processes_equal_virtual_ranks_bitwise(pool: Pool, processes: int) -> None:
-    expected = tasks.ragged(-1, 1, 4)
-    got = [rank for process in pool.run(tasks.ragged, 4, processes=processes) for rank in process]
+@pytest.mark.parametrize(("processes", "ranks"), [(2, 4), (3, 3), (4, 4)])
+def test_processes_equal_virtual_ranks_bitwise(pool: Pool, processes: int, ranks: int) -> None:
+    expected = tasks.ragged(-1, 1, ranks)
+    got = [rank for process in pool.run(tasks.ragged, ranks, processes=processes) for rank in process]
     for here, there in zip(expected, got, strict=True):
         assert all(map(torch.equal, here, there))
 
