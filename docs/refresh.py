@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-FILES = ("README.md", "docs/checkpoints.md", "docs/porting.md", "docs/random.md", "docs/regions.md", "docs/specs.md")
+PAGES = "checkpoints huggingface porting random regions specs"
+FILES = ("README.md", *(f"docs/{page}.md" for page in PAGES.split()))
 PROGRAM = re.compile(
     r"```python\n(?P<code>.*?)```\n(?P<marker><!-- output of the program above -->\n)"
     r"```\n(?P<output>.*?)```\n<!-- end -->",

@@ -11,6 +11,7 @@ from vescale_fn.schedules.precision import mixed_precision as mixed_precision
 from vescale_fn.schedules.remat import budget as budget
 from vescale_fn.schedules.remat import names as names
 from vescale_fn.schedules.remat import remat as remat
+from vescale_fn.schedules.split import cuts as cuts
 from vescale_fn.schedules.split import split as split
 from vescale_fn.schedules.weighted import weighted as weighted
 from vescale_fn.schedules.zero import Held as Held

@@ -12,7 +12,7 @@ import torch
 
 from vescale_fn.dead_code import drop_dead
 from vescale_fn.remat import work_of
-from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, has_effect, is_view, vars_in
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Source, Var, has_effect, is_view, vars_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +23,7 @@ class Piece:
     graph: Graph
     cost: int
     num_constants: int
+    source: Source  # of its first work
 
     @property
     def passed(self) -> tuple[Var, ...]:
@@ -180,7 +181,8 @@ def _built(
     for k, part in enumerate(parts):
         outs = graph.outputs if k == len(parts) - 1 else passed[k + 1]
         whole = Graph((*first, *passed[k]), (*again, *_equations(part)), outs)
-        yield Piece(drop_dead(whole), sum(u.cost for u in part), num_constants)
+        first_line = next((u.eqn.source for u in part if u.cost and u.eqn.source.file), part[0].eqn.source)
+        yield Piece(drop_dead(whole), sum(u.cost for u in part), num_constants, first_line)
 
 
 def _equations(part: Sequence[Unit]) -> Iterator[Eqn]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from vescale_fn.cast import WIDEN, Cast
 from vescale_fn.functional import outside_transforms
@@ -18,7 +20,7 @@ from vescale_fn.schedules.pieces import Piece, TooFewError, pieces_of
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, equations, type_text
 from vescale_fn.subprogram import Slots, call, scan
 from vescale_fn.trace import Trace, trace_flat
-from vescale_fn.tracing import aval_of, current_trace
+from vescale_fn.tracing import ShapeDtype, aval_of, current_trace
 from vescale_fn.tree import flatten, unflatten
 
 
@@ -79,7 +81,8 @@ def split(fn: Callable[[Any, Any], Any], n: int, *, slack: float = 0.1) -> tuple
 
 
 def cuts(stages: Sequence[Part], params: Any, x: Any) -> Cuts:
-    """Where `split` cuts, for parameters and a microbatch of these shapes: printable."""
+    """Where `split` cuts, for parameters and a microbatch of these shapes: printable. Leaves may be `ShapeDtype`s, or
+    tensors on the meta device, which stand for tensors on the CPU."""
     found: list[Cuts] = []
 
     def look(*values: Any) -> list[Any]:
@@ -87,8 +90,10 @@ def cuts(stages: Sequence[Part], params: Any, x: Any) -> Cuts:
         return []
 
     leaves, treedef = flatten((params, x))
+    leaves = [torch.empty(v.shape, dtype=v.dtype, device="meta") if isinstance(v, ShapeDtype) else v for v in leaves]
     slots = Slots.of(leaves)
-    trace_flat(look, [aval_of(v) for v in slots.dynamic(leaves)])
+    avals = [aval_of(v) for v in slots.dynamic(leaves)]
+    trace_flat(look, [replace(a, device="cpu") if a.device == "meta" else a for a in avals])
     return found[0]
 
 
@@ -160,8 +165,7 @@ class Cuts:
         for k, piece in enumerate(self.pieces):
             passed = self.pieces[k + 1].passed if k < len(self.pieces) - 1 else ()
             types = ", ".join(map(type_text, passed))
-            source = next((e.source for e in piece.graph.eqns if e.source.file), None)
-            line = f"{source.short} {source.code}" if source else ""
+            line = f"{piece.source.short} {piece.source.code}" if piece.source.file else ""
             rows.append((str(k), f"{piece.cost / total:.0%}", types, f"{sum(v.nbytes for v in passed):,}", line))
         width = [max(len(r[i]) for r in rows) for i in range(4)]
         lines = (

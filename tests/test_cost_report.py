@@ -44,6 +44,20 @@ def test_the_table() -> None:
     assert table.nbytes == 984
 
 
+def test_the_summary() -> None:
+    hand = two_sums()
+    a = hand.input("c", (3,), {"dp": Partial()}, torch.float32)
+    hand.op(AllReduce(("dp",)), (a,), hand.like(a, "c2", dp=WHOLE), source=Source("/home/me/step.py", 7, "c"))
+    assert collectives_of(hand.program()).summary().splitlines() == [
+        "all_reduce  sum  tp  1 x  960 B  forward",
+        "all_reduce  sum  dp  1 x   24 B  backward",
+        "all_reduce  sum  dp  1 x   12 B  forward",
+    ]
+    loop = collectives_of(looped(MeshShape(("x",), (2,))))
+    assert loop.summary() == "all_gather    x  3 x  96 B  forward"
+    assert collectives_of(Hand(MESH).program()).summary() == "no collectives"
+
+
 def test_loops_multiply() -> None:
     (row,) = collectives_of(looped(MeshShape(("x",), (2,))))
     assert (row.kind, row.axes, row.nbytes, row.count, row.total) == ("all_gather", ("x",), 32, 3, 96)

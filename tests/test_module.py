@@ -164,6 +164,13 @@ def test_meta_module() -> None:
     torch.testing.assert_close(apply(loaded, buffers, ids), real(ids).detach(), rtol=0, atol=0)
 
 
+def test_a_meta_buffer_of_a_module_that_was_cast() -> None:
+    with torch.device("meta"):
+        module = Rotary(4).double()
+    _, _, buffers = functionalize(module)
+    torch.testing.assert_close(buffers["inv_freq"], Rotary(4).double().inv_freq, rtol=0, atol=0)
+
+
 def test_meta_buffer_by_value() -> None:
     class Opaque(nn.Module):
         def __init__(self, size: int) -> None:
@@ -191,7 +198,7 @@ def test_unknown_buffer() -> None:
 
 
 def test_hugging_face_llama_on_meta() -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="the test extra has it")
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4
     )

@@ -100,6 +100,20 @@ def test_the_cuts_as_text() -> None:
     assert rows[2][:3] == ["1", "44%", "0"]
 
 
+def test_shapes_are_enough_and_the_line_is_that_of_own_work() -> None:
+    def fn(params: Any, x: Any) -> Any:
+        scale = torch.arange(3, dtype=F64, device=x.device).exp()  # computed again by every stage
+        for w in params:
+            x = torch.sin(x @ w) * scale
+        return x
+
+    described = [vf.ShapeDtype((3, 3), F64)] * 2, vf.ShapeDtype((4, 3), F64)
+    meta = [torch.empty(3, 3, dtype=F64, device="meta")] * 2, torch.empty(4, 3, dtype=F64, device="meta")
+    texts = [str(cuts(split(fn, 2), *given)) for given in (described, meta)]
+    assert texts[0] == texts[1]
+    assert [line.endswith("x = torch.sin(x @ w) * scale") for line in texts[0].splitlines()] == [False, True, True]
+
+
 costs = st.lists(st.integers(0, 5), min_size=1, max_size=8).filter(lambda c: sum(c) > 0)
 
 

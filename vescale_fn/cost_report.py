@@ -68,18 +68,32 @@ class CollectiveTable(Sequence[CollectiveRow]):
         """Bytes that one rank sends in one step."""
         return sum(r.total for r in self.rows)
 
-    def __str__(self) -> str:
+    def summary(self) -> str:
+        """How many collectives of each kind one step runs, and the bytes that one rank sends in them."""
         if not self.rows:
             return "no collectives"
-        cells = [_cells(r) for r in self.rows]
-        widths = [max(map(len, column)) for column in zip(*cells)]
-        right = {4}  # the column of bytes
-        return "\n".join(
-            "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip()
-            for row in cells
-        )
+        groups: dict[tuple[str, ...], list[CollectiveRow]] = {}
+        for r in self.rows:
+            groups.setdefault((r.kind, r.reduction, axes_text(r.axes), r.phase), []).append(r)
+        cells = [
+            [*key[:3], f"{sum(r.count for r in rows):,} x", f"{sum(r.total for r in rows):,} B", key[3]]
+            for key, rows in groups.items()
+        ]
+        return _aligned(cells, right={3, 4})
+
+    def __str__(self) -> str:
+        return _aligned([_cells(r) for r in self.rows], right={4}) if self.rows else "no collectives"
 
     __repr__ = __str__
+
+
+def _aligned(cells: Sequence[Sequence[str]], right: set[int]) -> str:
+    """A table; columns of numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    return "\n".join(
+        "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip()
+        for row in cells
+    )
 
 
 def _cells(r: CollectiveRow) -> list[str]:

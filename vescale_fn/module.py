@@ -125,10 +125,11 @@ def _rebuild(name: str, owner: nn.Module, attribute: str) -> Tensor:
             fresh = type(owner)(**_constructor_arguments(owner)).get_buffer(attribute)
     except Exception as e:
         raise ValueError(_cannot_rebuild(name, owner, f"its constructor raised {type(e).__name__}: {e}")) from e
-    if fresh.shape != lost.shape or fresh.dtype != lost.dtype:
+    cast = fresh.is_floating_point() and lost.is_floating_point()  # by module.double(), say
+    if fresh.shape != lost.shape or (fresh.dtype != lost.dtype and not cast):
         found = f"its constructor made {fresh.dtype} {list(fresh.shape)} instead of {lost.dtype} {list(lost.shape)}"
         raise ValueError(_cannot_rebuild(name, owner, found))
-    return fresh.detach()
+    return fresh.detach().to(lost.dtype)
 
 
 def _constructor_arguments(owner: nn.Module) -> dict[str, Any]:
