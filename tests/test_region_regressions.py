@@ -50,3 +50,17 @@ def test_second_derivatives_through_parts_of_a_sum() -> None:
     x = torch.arange(6.0, dtype=torch.float64).reshape(3, 2)
     _, second = jvp(grad(lambda t: (f(t) ** 2).sum() / 2), (x,), (torch.ones_like(x),))
     assert second.tolist() == [[36.75, 36.75]] * 3
+
+
+def test_one_rank_that_does_not_send_to_itself_gets_zeros() -> None:
+    """As any rank that is nobody's destination; so a chain along an axis means the same on every mesh."""
+
+    def chain(t: Tensor) -> Tensor:
+        return vf.ppermute(t, "x", [(i, i + 1) for i in range(vf.axis_size("x") - 1)])
+
+    for n in (1, 2):
+        mesh = vf.make_mesh(x=n)
+        f = vf.shard_map(chain, mesh=mesh, in_specs="b/x", out_specs="b/x")
+        expected = [0, 0] if n == 1 else [0, 1]
+        assert f(torch.ones(2)).tolist() == expected
+        assert vf.pjit(f, mesh=mesh)(torch.ones(2)).full().tolist() == expected

@@ -148,6 +148,12 @@ def reduced_weight() -> Tensor:
     return vf.pcast(W, "x", to="reduced")
 
 
+def _with_first_row(t: Tensor, row: Tensor) -> Tensor:
+    t = t.clone()
+    t[0] = row
+    return t
+
+
 LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "neg": lambda t: -t,
     "times a number": lambda t: 2.5 * t,
@@ -170,6 +176,12 @@ LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "product": lambda t: t * reduced_weight()[:3],
     "einsum": lambda t: torch.einsum("ab,cb->ca", t, reduced_weight()),
     "to double": lambda t: t.to(torch.float64),
+    "row times matrix": lambda t: t[0] @ reduced_weight(),
+    "matrix times column": lambda t: reduced_weight()[:, :3] @ t[:, 0],
+    "in place": lambda t: t.clone().mul_(2).div_(4).neg_().add_(t, alpha=3),
+    "zeros in place": lambda t: t + t.clone().zero_(),
+    "shapes in place": lambda t: t.clone().unsqueeze_(0).transpose_(1, 2).squeeze_(0),
+    "written into": lambda t: _with_first_row(t, 2 * t[1]),
 }
 
 
@@ -197,6 +209,8 @@ def test_linear_functions_take_parts_of_a_sum(name: str) -> None:
         (lambda t: t.abs(), "abs of the parts is not"),
         (lambda t: t / t.sum(), "div of the parts is not"),
         (lambda t: t > 0, "of the parts is not"),
+        (lambda t: t.clone().fill_(1), "fill_ of the parts is not"),
+        (lambda t: t.clone().exp_(), "exp_ of the parts is not"),
         (lambda t: t @ W, "is invarying over it"),
         (lambda t: t + W[:3], "is invarying over it"),
         (lambda t: vf.scan(lambda c, row: (c + row.exp(), None), torch.zeros(6), t)[0], "exp of the parts is not"),

@@ -7,8 +7,11 @@ varies. Parts of a sum pass only through operations linear in them, which the fa
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vescale_fn.fx_graph import FILLS
@@ -75,14 +78,40 @@ def boundary_states(spec: str, axes: str, shape: tuple[int, ...]) -> dict[str, S
 def _state(e: Eqn, states: Sequence[State], axis: str, zeros: Sequence[bool]) -> State:
     if U not in states:
         return join(states)
-    if e.op in FILLS:  # reads nothing but the shape
-        return U if FILLS[e.op](e.args) == 0 else R
+    op = out_of_place(e.op)
+    if op in FILLS:  # reads nothing but the shape
+        if FILLS[op](e.args) == 0:
+            return U
+        if op is e.op:
+            return R
+    elif op is torch.ops.aten.copy.default:  # what was there before counts for nothing
+        if states[-1] == U:
+            return U
+    elif torch.Tag.inplace_view in getattr(e.op, "tags", ()) or _passes(replace(e, op=op), states, zeros):
+        return U
+    raise Unreduced(op_name(e.op), axis)
+
+
+def _passes(e: Eqn, states: Sequence[State], zeros: Sequence[bool]) -> bool:
+    """Whether an operation of parts of a sum gives the parts of the sum of its results."""
     summed = {i for i, s in enumerate(states) if s == U}
     free = {i for i, z in enumerate(zeros) if z}
     rest = [s for i, s in enumerate(states) if i not in summed | free]
-    if V in rest or not any(summed <= group <= summed | free for group in _linear(e)):
-        raise Unreduced(op_name(e.op), axis)
-    return U
+    return V not in rest and any(summed <= group <= summed | free for group in _linear(e))
+
+
+@lru_cache(maxsize=1024)
+def out_of_place(op: Any) -> Any:
+    """The operation that returns what this one writes into its first operand, where there is one; else itself.
+
+    >>> out_of_place(torch.ops.aten.mul_.Tensor)
+    <OpOverload(op='aten.mul', overload='Tensor')>
+    """
+    name = op._schema.name if isinstance(op, torch._ops.OpOverload) else ""
+    if not name.startswith("aten::") or not name.endswith("_") or name.endswith("__"):
+        return op
+    packet = getattr(torch.ops.aten, name[len("aten::") : -1], None)
+    return getattr(packet, op._overloadname, op)
 
 
 def _linear(e: Eqn) -> list[frozenset[int]]:

@@ -6,7 +6,7 @@ region, and its collectives, have rules like any operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -153,20 +153,24 @@ COLLECTIVES: Mapping[Any, Callable[..., Any]] = {
 }
 
 
+ZEROS = torch.ops.aten.zeros_like.default
+
+
 def localize(ctx: Any, args: tuple[Any, ...]) -> tuple[Var, ...]:
     """Local equations of an operation of a region."""
     op = ctx.eqn.op
     if op in COLLECTIVES:
         operand, axes, *rest = args
-        made = COLLECTIVES[op](axes, *rest)
-        return ctx.emit(made, (operand,)) if _several(axes) else (operand,)
+        if not several(axes):
+            return ctx.emit(ZEROS, (operand,)) if is_silent(op, rest) else (operand,)
+        return ctx.emit(COLLECTIVES[op](axes, *rest), (operand,))  # type: ignore[no-any-return]
     if op is ops.AXIS_INDEX:
         index = AxisIndex(_names(args[0]))
         kwargs = {"dtype": torch.int64, "device": args[1]}
         return ctx.emit(torch.ops.aten.full.default, ((), index), kwargs)  # type: ignore[no-any-return]
     if op is ops.RAGGED_ALL_TO_ALL:
         return ctx.emit(comm.RaggedAllToAll(_names(args[6])), args[:6])  # type: ignore[no-any-return]
-    if op is ops.KEEP and _several(args[1]):
+    if op is ops.KEEP and several(args[1]):
         from vescale_fn.local_ops import keep
 
         return ctx.emit(keep, (args[0], AxisIndex(_names(args[1])), args[2]))  # type: ignore[no-any-return]
@@ -175,9 +179,14 @@ def localize(ctx: Any, args: tuple[Any, ...]) -> tuple[Var, ...]:
     return ctx.emit(torch.ops.aten.alias.default, (args[0],))  # type: ignore[no-any-return]
 
 
-def _several(axes: str) -> bool:
+def several(axes: str) -> bool:
     """Whether more than one rank takes part."""
     return prod(group_of(axes).sizes) > 1
+
+
+def is_silent(op: Any, rest: Sequence[Any]) -> bool:
+    """Whether a collective of one rank leaves it without its own value: it does not even send to itself."""
+    return op is ops.PPERMUTE and not rest[0]
 
 
 OPS = frozenset({*MOVES, ops.AXIS_INDEX, ops.RAGGED_ALL_TO_ALL})

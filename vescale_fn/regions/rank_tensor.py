@@ -29,7 +29,7 @@ from vescale_fn.placement import cut
 from vescale_fn.program import AxisIndex, Program, bind_constant
 from vescale_fn.regions import ops, texts
 from vescale_fn.regions.infer import boundary_states
-from vescale_fn.regions.lower import COLLECTIVES
+from vescale_fn.regions.lower import COLLECTIVES, ZEROS, is_silent, several
 from vescale_fn.regions.marks import mark, states_of
 from vescale_fn.regions.ops import boundary_layout, global_shape, group_of
 from vescale_fn.regions.region import note
@@ -234,8 +234,8 @@ def _scalar(x: RankTensor) -> Any:
 def _collective(op: Any) -> Callable[..., RankTensor]:
     def run(x: RankTensor, axes: str, *rest: Any) -> RankTensor:
         made = COLLECTIVES[op](axes, *(tuple(r) if isinstance(r, list) else r for r in rest))
-        if group_of(axes).size == 1:
-            return _alias(x)
+        if not several(axes):
+            return RankTensor([ZEROS(p) for p in x.parts], x.mesh) if is_silent(op, rest) else _alias(x)
         shape = op(torch.empty(x.shape, device="meta"), axes, *rest).shape
         return _by_engine(made, [x], tuple(shape))
 
