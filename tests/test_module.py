@@ -197,6 +197,48 @@ def test_unknown_buffer() -> None:
     assert str(e.value) == "functionalize: Rotary has no buffer 'freq'; its buffers are inv_freq."
 
 
+class Shared(nn.Module):
+    """One module at two places, whose weight a third module has, too: T5's way with embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Embedding(10, 6)
+        self.encoder = nn.ModuleDict({"tokens": self.shared})
+        self.head = nn.Linear(6, 10, bias=False)
+        self.head.weight = self.shared.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.encoder["tokens"](ids) + self.shared(ids))
+        return out
+
+
+def test_a_tensor_at_many_places_leaves_nothing_behind() -> None:
+    module, ids = Shared().double(), torch.arange(4)
+    apply, params, _ = functionalize(module)
+    assert list(params) == ["shared.weight"]
+    first = apply(params, {}, ids)
+    grads, value = grad_and_value(lambda p: loss_of(apply(p, {}, ids)))(params)
+    expected = loss_of(module(ids))
+    expected.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close((first, value), (module(ids).detach(), expected.detach()))
+    torch.testing.assert_close(grads["shared.weight"], module.shared.weight.grad)
+    assert {p.device.type for p in apply._module.parameters()} == {"meta"}
+
+
+def test_other_names() -> None:
+    apply, params, _ = functionalize(Tied())
+    for wrong, what in [
+        ({}, "misses norm.bias and 3 more"),
+        ({**params, "rope.inv_freq": torch.ones(3), "head.weight": 0}, "has head.weight, which the module has not"),
+    ]:
+        with pytest.raises(ValueError) as e:
+            apply(wrong, {}, torch.arange(3))
+        assert str(e.value) == (
+            f"apply(Tied): its params and buffers {what}. Pass those that vf.functionalize returned, or others of the "
+            "same names."
+        )
+
+
 def test_hugging_face_llama_on_meta() -> None:
     transformers = pytest.importorskip("transformers", reason="the test extra has it")
     config = transformers.LlamaConfig(

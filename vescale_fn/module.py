@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class Apply:
 
     def __init__(self, skeleton: nn.Module) -> None:
         self._module = skeleton
+        self._places = _places(skeleton)
 
     def __call__(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         out, _, changed = self._run(params, buffers, args, kwargs)
@@ -61,11 +62,23 @@ class Apply:
         # Writes in place hit the copies; assignment to an attribute replaces an entry of `values`.
         copies = {name: b.clone() for name, b in buffers.items()}
         versions = {name: b._version for name, b in copies.items()}
-        values = {**params, **copies}
-        out = functional_call(self._module, values, args, kwargs, strict=True)
+        given = {**params, **copies}
+        self._check(given)
+        # Not torch's own way with ties: it puts a tensor twice where modules are shared, and then cannot take it out.
+        values = {place: given[name] for name, places in self._places.items() for place in places}
+        out = functional_call(self._module, values, args, kwargs, tie_weights=False)
         after = {name: values[name] for name in copies}
         changed = [n for n, b in after.items() if b is not copies[n] or b._version != versions[n]]
         return out, after, changed
+
+    def _check(self, given: Mapping[str, Tensor]) -> None:
+        missing, unknown = self._places.keys() - given.keys(), given.keys() - self._places.keys()
+        if missing or unknown:
+            what = f"misses {_listed(missing)}" if missing else f"has {_listed(unknown)}, which the module has not"
+            raise ValueError(
+                f"apply({self._name}): its params and buffers {what}. Pass those that vf.functionalize returned, or "
+                "others of the same names."
+            )
 
     @property
     def _name(self) -> str:
@@ -99,6 +112,21 @@ def functionalize(module: nn.Module, *, buffers: Mapping[str, Tensor] | None = N
         if name in values and values[name].is_meta:
             values[name] = _rebuild(name, owner, attribute)
     return Apply(_without_storage(module)), params, values
+
+
+def _places(module: nn.Module) -> dict[str, list[str]]:
+    """The places of the module that hold a tensor, each by one name, by the tensor's first name."""
+    names: dict[int, list[str]] = {}
+    for path, owner in module.named_modules():
+        for attribute, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is not None:
+                names.setdefault(id(tensor), []).append(f"{path}.{attribute}" if path else attribute)
+    return {places[0]: places for places in names.values()}
+
+
+def _listed(names: Iterable[str]) -> str:
+    first, *rest = sorted(names)
+    return first + (f" and {len(rest)} more" if rest else "")
 
 
 def _without_storage(module: nn.Module) -> nn.Module:
