@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from vescale_fn.schedules.pipeline import check, schedule, simulate, with_transfers
+from vescale_fn.schedules.pipelines import check, schedule, simulate, with_transfers
 
 RANKS, MICROBATCHES = 64, 1024
 

@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vescale_fn.schedules.pipeline import Costs, Table, Timeline, auto, check, plot, schedule, simulate
+from vescale_fn.schedules.pipelines import Costs, Table, Timeline, auto, check, plot, schedule, simulate
 
 
 @dataclass(frozen=True)

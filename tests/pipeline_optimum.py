@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from vescale_fn.schedules.pipeline import Costs
+from vescale_fn.schedules.pipelines import Costs
 
 Op = tuple[str, int, int]
 

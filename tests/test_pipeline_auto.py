@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from pipeline_optimum import shortest_makespan
 
-from vescale_fn.schedules.pipeline import Costs, Table, auto, check, find_fault, schedule, simulate
-from vescale_fn.schedules.pipeline.generators import loop, vee
+from vescale_fn.schedules.pipelines import Costs, Table, auto, check, find_fault, schedule, simulate
+from vescale_fn.schedules.pipelines.generators import loop, vee
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_h2": 1, "interleaved": 2, "looped_bfs": 2, "zbv": 2, "dualpipev": 2}
 

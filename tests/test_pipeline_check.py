@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_tables import legal_table, mutate, runs_right
 
-from vescale_fn.schedules.pipeline import Costs, ScheduleError, Table, check, find_fault, schedule, with_transfers
+from vescale_fn.schedules.pipelines import Costs, ScheduleError, Table, check, find_fault, schedule, with_transfers
 
 NAMES = ("gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "zbv", "dualpipev", "forward_only")
 ENGINES = ("blocking", "buffered")

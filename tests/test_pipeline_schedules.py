@@ -13,8 +13,8 @@ from fractions import Fraction
 import pytest
 from pipeline_tables import runs_right
 
-from vescale_fn.schedules.pipeline import Action, Costs, Table, check, schedule, simulate, with_transfers
-from vescale_fn.schedules.pipeline.transfers import transfer_fault
+from vescale_fn.schedules.pipelines import Action, Costs, Table, check, schedule, simulate, with_transfers
+from vescale_fn.schedules.pipelines.transfers import transfer_fault
 
 RANKS = (1, 2, 3, 4, 5, 8)
 MICROBATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 16, 17, 24, 40)

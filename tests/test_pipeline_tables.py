@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_tables import legal_table, runs_right
 
-from vescale_fn.schedules.pipeline import (
+from vescale_fn.schedules.pipelines import (
     Action,
     Costs,
     ScheduleError,
@@ -27,7 +27,7 @@ from vescale_fn.schedules.pipeline import (
     simulate,
     with_transfers,
 )
-from vescale_fn.schedules.pipeline.gantt import as_text, picture
+from vescale_fn.schedules.pipelines.gantt import as_text, picture
 
 
 @given(st.randoms(use_true_random=False), st.booleans())

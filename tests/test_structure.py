@@ -35,7 +35,7 @@ CALLED_LATER = {
 LONGEST = 450  # lines
 
 
-# Within vescale_fn.schedules.pipeline, which uses no other part of the library.
+# Within vescale_fn.schedules.pipelines, which uses no other part of the library.
 PIPELINE = "messages table costs order faults structure transfers check drawing gantt simulate greedy generators names"
 PIPELINE += " search auto schedule"
 
@@ -79,11 +79,11 @@ def test_imports_run_one_way_along_the_flow_of_a_step(path: Path) -> None:
 
 
 def test_pipeline_tables_use_nothing_but_each_other_one_way() -> None:
-    folder, order = ROOT / "schedules" / "pipeline", PIPELINE.split()
+    folder, order = ROOT / "schedules" / "pipelines", PIPELINE.split()
     assert {p.stem for p in folder.glob("*.py")} == {*order, "__init__"}
     for at, name in enumerate(order):
         for target, _ in imports(ast.parse((folder / f"{name}.py").read_text())):
-            inside = target.removeprefix("vescale_fn.schedules.pipeline.").split(".")[0]
+            inside = target.removeprefix("vescale_fn.schedules.pipelines.").split(".")[0]
             assert inside in order[:at], f"{name} imports {target}, which comes after it"
 
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count, pairwise
 
-from vescale_fn.schedules.pipeline.costs import Costs
-from vescale_fn.schedules.pipeline.greedy import greedy
-from vescale_fn.schedules.pipeline.simulate import simulate
-from vescale_fn.schedules.pipeline.table import Action, Table
+from vescale_fn.schedules.pipelines.costs import Costs
+from vescale_fn.schedules.pipelines.greedy import greedy
+from vescale_fn.schedules.pipelines.simulate import simulate
+from vescale_fn.schedules.pipelines.table import Action, Table
 
 Rows = list[list[Action]]
 

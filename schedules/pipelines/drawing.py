@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from vescale_fn.schedules.pipeline import messages
+from vescale_fn.schedules.pipelines import messages
 
 # Three by five pixels: an octal digit for each row, top to bottom.
 _GLYPHS = {

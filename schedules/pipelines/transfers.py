@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
-from vescale_fn.schedules.pipeline import messages
-from vescale_fn.schedules.pipeline.costs import Costs
-from vescale_fn.schedules.pipeline.faults import Fault
-from vescale_fn.schedules.pipeline.order import walk
-from vescale_fn.schedules.pipeline.table import Action, Table
+from vescale_fn.schedules.pipelines import messages
+from vescale_fn.schedules.pipelines.costs import Costs
+from vescale_fn.schedules.pipelines.faults import Fault
+from vescale_fn.schedules.pipelines.order import walk
+from vescale_fn.schedules.pipelines.table import Action, Table
 
 Engine = Literal["blocking", "buffered"]
 

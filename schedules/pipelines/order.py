@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass
 
-from vescale_fn.schedules.pipeline.costs import Costs
-from vescale_fn.schedules.pipeline.table import Action, Table
+from vescale_fn.schedules.pipelines.costs import Costs
+from vescale_fn.schedules.pipelines.table import Action, Table
 
 Ends = list[float | None]  # when each microbatch is done, or None
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vescale_fn.schedules.pipeline import generators, messages
-from vescale_fn.schedules.pipeline.table import Table
+from vescale_fn.schedules.pipelines import generators, messages
+from vescale_fn.schedules.pipelines.table import Table
 
 
 @dataclass(frozen=True)

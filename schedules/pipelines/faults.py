@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vescale_fn.schedules.pipeline.table import Action
+from vescale_fn.schedules.pipelines.table import Action
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vescale_fn.schedules.pipeline import messages
-from vescale_fn.schedules.pipeline.faults import Fault
-from vescale_fn.schedules.pipeline.table import Action, Table
+from vescale_fn.schedules.pipelines import messages
+from vescale_fn.schedules.pipelines.faults import Fault
+from vescale_fn.schedules.pipelines.table import Action, Table
 
 
 def structure_fault(table: Table) -> Fault | None:

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from vescale_fn.schedules.pipeline.costs import Costs, fits
-from vescale_fn.schedules.pipeline.table import Action
+from vescale_fn.schedules.pipelines.costs import Costs, fits
+from vescale_fn.schedules.pipelines.table import Action
 
 _KEPT = 32  # states remembered for each count of placed actions
 

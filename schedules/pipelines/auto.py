@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from vescale_fn.schedules.pipeline import generators, messages
-from vescale_fn.schedules.pipeline.check import Limits, limits_for, memory_fault
-from vescale_fn.schedules.pipeline.costs import Costs, fits
-from vescale_fn.schedules.pipeline.greedy import Order, greedy
-from vescale_fn.schedules.pipeline.names import NAMED, named
-from vescale_fn.schedules.pipeline.search import Search, kinds_of
-from vescale_fn.schedules.pipeline.simulate import Timeline, simulate
-from vescale_fn.schedules.pipeline.table import Action, Table
+from vescale_fn.schedules.pipelines import generators, messages
+from vescale_fn.schedules.pipelines.check import Limits, limits_for, memory_fault
+from vescale_fn.schedules.pipelines.costs import Costs, fits
+from vescale_fn.schedules.pipelines.greedy import Order, greedy
+from vescale_fn.schedules.pipelines.names import NAMED, named
+from vescale_fn.schedules.pipelines.search import Search, kinds_of
+from vescale_fn.schedules.pipelines.simulate import Timeline, simulate
+from vescale_fn.schedules.pipelines.table import Action, Table
 
 EXACT_ACTIONS = 150  # tables of at most so many actions are searched for the optimum
 NODES = 20_000  # of each such search: a few seconds at most

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vescale_fn.schedules.pipeline import messages
-from vescale_fn.schedules.pipeline.costs import Costs, fits
-from vescale_fn.schedules.pipeline.faults import Fault, ScheduleError
-from vescale_fn.schedules.pipeline.order import walk
-from vescale_fn.schedules.pipeline.structure import structure_fault
-from vescale_fn.schedules.pipeline.table import Table
-from vescale_fn.schedules.pipeline.transfers import Engine, deadlock_fault, input_gradient, transfer_fault
+from vescale_fn.schedules.pipelines import messages
+from vescale_fn.schedules.pipelines.costs import Costs, fits
+from vescale_fn.schedules.pipelines.faults import Fault, ScheduleError
+from vescale_fn.schedules.pipelines.order import walk
+from vescale_fn.schedules.pipelines.structure import structure_fault
+from vescale_fn.schedules.pipelines.table import Table
+from vescale_fn.schedules.pipelines.transfers import Engine, deadlock_fault, input_gradient, transfer_fault
 
 Limits = float | Sequence[float]
 
@@ -35,7 +35,7 @@ def check(
     >>> check(Table.of([["0F0", "0F1", "0B0", "0B1"]]), memory=1)
     Traceback (most recent call last):
     ...
-    vescale_fn.schedules.pipeline.faults.ScheduleError: table: rank 0, 0F1: it would make the rank hold 2 of \
+    vescale_fn.schedules.pipelines.faults.ScheduleError: table: rank 0, 0F1: it would make the rank hold 2 of \
 activations, and the limit is 1. Run a backward before it, or raise memory.
     """
     if fault := find_fault(table, memory=memory, costs=costs, engine=engine):

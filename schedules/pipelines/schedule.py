@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from vescale_fn.schedules.pipeline import messages
-from vescale_fn.schedules.pipeline.auto import auto
-from vescale_fn.schedules.pipeline.check import Limits
-from vescale_fn.schedules.pipeline.costs import Costs
-from vescale_fn.schedules.pipeline.names import NAMED, named
-from vescale_fn.schedules.pipeline.table import Table
+from vescale_fn.schedules.pipelines import messages
+from vescale_fn.schedules.pipelines.auto import auto
+from vescale_fn.schedules.pipelines.check import Limits
+from vescale_fn.schedules.pipelines.costs import Costs
+from vescale_fn.schedules.pipelines.names import NAMED, named
+from vescale_fn.schedules.pipelines.table import Table
 
 
 def schedule(

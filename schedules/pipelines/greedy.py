@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vescale_fn.schedules.pipeline.costs import Costs, fits
-from vescale_fn.schedules.pipeline.table import Action
+from vescale_fn.schedules.pipelines.costs import Costs, fits
+from vescale_fn.schedules.pipelines.table import Action
 
 Order = Callable[[str, int, int], float | tuple[float, ...]]  # (kind, stage, microbatch) -> smaller runs first
 

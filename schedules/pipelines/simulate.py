@@ -8,13 +8,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TextIO
 
-from vescale_fn.schedules.pipeline import gantt
-from vescale_fn.schedules.pipeline.check import costs_for, order_fault
-from vescale_fn.schedules.pipeline.costs import Costs
-from vescale_fn.schedules.pipeline.faults import ScheduleError
-from vescale_fn.schedules.pipeline.order import walk
-from vescale_fn.schedules.pipeline.structure import structure_fault
-from vescale_fn.schedules.pipeline.table import Table
+from vescale_fn.schedules.pipelines import gantt
+from vescale_fn.schedules.pipelines.check import costs_for, order_fault
+from vescale_fn.schedules.pipelines.costs import Costs
+from vescale_fn.schedules.pipelines.faults import ScheduleError
+from vescale_fn.schedules.pipelines.order import walk
+from vescale_fn.schedules.pipelines.structure import structure_fault
+from vescale_fn.schedules.pipelines.table import Table
 
 
 @dataclass(frozen=True)

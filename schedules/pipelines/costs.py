@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vescale_fn.schedules.pipeline import messages
+from vescale_fn.schedules.pipelines import messages
 
 PerStage = float | Sequence[float]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, TextIO
 
-from vescale_fn.schedules.pipeline.drawing import GLYPH, Box, Drawing, Text
-from vescale_fn.schedules.pipeline.table import Action, Table
+from vescale_fn.schedules.pipelines.drawing import GLYPH, Box, Drawing, Text
+from vescale_fn.schedules.pipelines.table import Action, Table
 
 Times = tuple[tuple[float, ...], ...]  # by rank, of each of its actions
 
