@@ -35,7 +35,7 @@ class Accumulated(GradFunction):
         parts, whole = split(batch, self.microbatches, self.dim)
         device = parts[0].device
         zeros = map_leaves(lambda p: None if p is None else torch.zeros_like(p), params)
-        value = torch.zeros((), dtype=_wide(params), device=device)
+        value = torch.zeros((), dtype=wide(params), device=device)
         count = torch.zeros((), dtype=torch.float64, device=device)
 
         def body(total: Any, part: Any) -> tuple[Any, None]:
@@ -129,15 +129,15 @@ class Whole:
         return [next(rest) if cut else x for x, cut in zip(self.leaves, self.is_cut)]
 
 
-def split(batch: tuple[Any, ...], n: int, dim: int) -> tuple[list[Any], Whole]:
-    """The leaves of a batch that have dims, with the microbatches along a new dim 0, and the rest."""
+def split(batch: tuple[Any, ...], n: int, dim: int, by: str = "accumulate") -> tuple[list[Any], Whole]:
+    """The leaves of a batch that have dims, with the microbatches along a new dim 0, and the rest. by: who asks."""
     paths, leaves, form = flatten_with_paths(batch)
     is_cut = [getattr(x, "ndim", 0) > 0 for x in leaves]
     parts = []
     for path, x, cut in zip(paths, leaves, is_cut):
         if not cut:
             continue
-        where = f"schedules.accumulate: argument {path} of the batch has shape {list(x.shape)}"
+        where = f"schedules.{by}: argument {path} of the batch has shape {list(x.shape)}"
         if not -x.ndim <= dim < x.ndim:
             raise ValueError(f"{where}, and so no dim {dim} to cut into microbatches. State another `dim`.")
         d = dim % x.ndim
@@ -148,7 +148,7 @@ def split(batch: tuple[Any, ...], n: int, dim: int) -> tuple[list[Any], Whole]:
             )
         parts.append(x.unflatten(d, (x.shape[d] // n, n)).movedim(d + 1, 0))
     if not parts:
-        raise ValueError("schedules.accumulate: the batch has no tensor with dims that could be cut into microbatches.")
+        raise ValueError(f"schedules.{by}: the batch has no tensor with dims that could be cut into microbatches.")
     return parts, Whole(form, [None if cut else x for x, cut in zip(leaves, is_cut)], is_cut)
 
 
@@ -161,7 +161,7 @@ def _stays(p: Any) -> Any:
 # ---- what the gradient function gave
 
 
-def _wide(params: Any) -> torch.dtype:
+def wide(params: Any) -> torch.dtype:
     """What values are added up in: the widest dtype of the parameters, at least float32."""
     wide = torch.float32
     for p in flatten(params)[0]:

@@ -74,10 +74,10 @@ class UnevenMeans(TorchFunctionMode):
                 return "the loss is divided by a number that depends on the batch"
         return ""
 
-    def refuse(self) -> None:
-        """Raise ValueError if such a mean was found."""
+    def refuse(self, by: str = "accumulate") -> None:
+        """Raise ValueError if such a mean was found. by: who asks."""
         if self.found:
             raise ValueError(
-                f"schedules.accumulate: {self.found}, so microbatches with few items would count as much as full ones. "
+                f"schedules.{by}: {self.found}, so microbatches with few items would count as much as full ones. "
                 "Return vf.weighted(sum, count) from the loss, and take its gradient with vf.grad_and_value."
             )

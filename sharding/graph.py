@@ -7,7 +7,7 @@ are global. A per-rank program uses the same types, with local operations and `c
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -136,6 +136,25 @@ class Scan:
     num_carry: int
     length: int
     reverse: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline(Scan):
+    """A loop over microbatches that the ranks along `axis` run in pieces: each rank those of its stages, in its order.
+
+    It means what the loop means. Its body calls F0, F1, ... (forward of a stage), I0, ... and W0, ... (the two halves
+    of its backward); anything else in the body belongs to the call that it reads from.
+
+    placement: the rank of every stage. rows: for every rank its actions (kind, stage, microbatch), sends and receives
+    included. outside: by the name of an input of the body that is a constant or a carry, its state along `axis` where
+    it enters and leaves.
+    """
+
+    axis: str = ""
+    name: str = ""
+    placement: tuple[int, ...] = ()
+    rows: tuple[tuple[tuple[str, int, int], ...], ...] = ()
+    outside: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from typing import Any
 
 from vescale_fn.sharding.candidates import Strategy
 from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var
-from vescale_fn.sharding.layout import MANUAL, WHOLE, Layout
+from vescale_fn.sharding.layout import MANUAL, WHOLE, Layout, State
 from vescale_fn.sharding.rules.rule import Dims, Rule
 
 RuleFor = Callable[[Eqn], Rule | None]
@@ -26,11 +26,12 @@ class Regions:
     and decides for the others.
 
     manual: axes along which a value belongs to each rank. boundary: what an equation at the edge of a region asks for
-    on its axes.
+    on its axes. outside: the states in which an input of a loop's body enters, and leaves, what is manual inside.
     """
 
     manual: Mapping[Var, frozenset[str]] = field(default_factory=dict)
     boundary: Mapping[Eqn, Mapping[str, Strategy]] = field(default_factory=dict)
+    outside: Mapping[Var, Mapping[str, State]] = field(default_factory=dict)
 
     def fixed(self, node: Node) -> dict[str, Strategy]:
         """By axis, the only way in which a node may run."""
@@ -39,7 +40,9 @@ class Regions:
         return {**{a: self._inside(node, a) for a in sorted(inside)}, **boundary}
 
     def _inside(self, node: Node, axis: str) -> Strategy:
-        states = [MANUAL if axis in self.manual.get(v, ()) else WHOLE for v in node.values]
+        enters = next((self.outside[v] for v in node.results if v in self.outside), {})
+        other = enters.get(axis, WHOLE)
+        states = [MANUAL if axis in self.manual.get(v, ()) else other for v in node.values]
         return Strategy(tuple(states[: len(node.operands)]), tuple(states[len(node.operands) :]))
 
 

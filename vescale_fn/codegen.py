@@ -28,13 +28,15 @@ from typing import Any
 
 import torch
 
+from vescale_fn.actions import actions_of
 from vescale_fn.engines.kernels import own_slice, to_partial
+from vescale_fn.engines.pipeline import Plan, plan_of, run_row
 from vescale_fn.fused import IN_PLACE
 from vescale_fn.liveness import last_uses, overwritable, waits
 from vescale_fn.names import Names, identifier
 from vescale_fn.program import AxisIndex, LocalDim, Owned, Program, bind_constant
 from vescale_fn.sharding.comm import COLLECTIVES, Slice, ToPartial, check_indices, comm_name
-from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, op_name, variables, vars_in
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Pipeline, Scan, Var, op_name, variables, vars_in
 from vescale_fn.site import Constant, Cut, Device, Site, Start, Wait, bind_to_rank, same_everywhere
 
 _WIDTH = 116  # of a line of the text
@@ -56,6 +58,7 @@ class Code:
     constants: tuple[Constant, ...]
     sites: tuple[Site, ...]
     communicates: bool
+    plans: tuple[Plan, ...] = ()  # of pipelines
 
     def bind(self, coords: Mapping[str, int], device: torch.device | str = "cpu") -> tuple[Any, ...]:
         """The constants of the rank at `coords`."""
@@ -77,6 +80,7 @@ class Code:
         """A hash of everything that all ranks must agree on."""
         facts = [self.source, str(self.program.mesh), *map(str, self.constants)]
         facts += [f"{s.comm} {list(map(str, s.ins))} {list(s.dtypes)}" for s in self.sites]
+        facts += [str([(kind, str(what), k) for kind, what, k in row.actions]) for p in self.plans for row in p.rows]
         return hashlib.sha256("\n".join(facts).encode()).hexdigest()
 
 
@@ -85,7 +89,7 @@ def generate(program: Program, reserved: Mapping[str, Any] | None = None) -> Cod
     module = _Module(program, dict(reserved or {}))
     communicates = _Function(module, program.graph, "step").emit()
     source = "\n\n\n".join(module.functions) + "\n"
-    return Code(program, source, module.names, tuple(module.constants), tuple(module.sites), communicates)
+    return Code(program, source, module.names, tuple(module.constants), tuple(module.sites), communicates, tuple(module.plans))
 
 
 def _word(name: str) -> str:
@@ -105,6 +109,7 @@ class _Module:
     names: dict[str, Any] = field(default_factory=dict)
     constants: list[Constant] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
     slots: dict[Constant, int] = field(default_factory=dict)
     known: dict[int, str] = field(default_factory=dict)  # id of an object -> its global name
     bodies: dict[int, tuple[str, bool]] = field(default_factory=dict)  # id of a Graph -> its function, communicates
@@ -215,6 +220,8 @@ class _Function:
 
     def equation(self, e: Eqn, dying: tuple[Var, ...]) -> None:
         match e.op:
+            case Pipeline():
+                self.pipeline(e, dying)
             case Scan():
                 self.scan(e, dying)
             case Call():
@@ -300,6 +307,23 @@ class _Function:
         finals = [self.define(v) for v in e.outs[: scan.num_carry]]
         self.line(f"{_targets(finals)} = {carry}; del {carry}" if finals else f"del {carry}")
         self.drop(v for v in dying if v in e.outs or v in read_inside)
+
+    def pipeline(self, e: Eqn, dying: tuple[Var, ...]) -> None:
+        """A loop whose pieces each rank runs in the order of its row: see `engines.pipeline`."""
+        self.communicates = True
+        fresh = self.module.fresh
+        actions = actions_of(e.op)
+        functions = [self.module.body(p.graph, p.name) for p in actions.pieces.values()]
+        plan = plan_of(actions, [communicates for _, communicates in functions], self.module.program.layouts)
+        name, boxed = self.module.bind(f"{identifier(e.op.name)}_rows", plan), fresh("pipeline_args")
+        self.module.plans.append(plan)
+        self.line(f"{boxed} = [{', '.join(map(self.text, e.args))}]", e)
+        self.drop(v for v in dying if v not in e.outs)
+        run, index = self.module.name_of(run_row), self.text(AxisIndex((e.op.axis,)))
+        device = self.module.constant(Device())
+        called = f"{run}({name}, {index}, {device}, {boxed}, k, ({', '.join(f for f, _ in functions)},))"
+        self.line(f"{_targets(map(self.define, e.outs))} = yield from {called}")
+        self.drop(v for v in dying if v in e.outs)
 
     def empty(self, v: Var) -> str:
         """Memory for the stacked results of a loop."""

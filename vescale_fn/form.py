@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from vescale_fn.remat import Policy
-from vescale_fn.sharding.graph import Call, Graph, Scan
+from vescale_fn.sharding.graph import Call, Graph, Pipeline, Scan
+from vescale_fn.sharding.layout import WHOLE, State
 from vescale_fn.tracing import Aval, aval_of
+
+
+@dataclass(frozen=True)
+class Staged:
+    """How a loop over microbatches is run by the ranks of a pipeline; see `sharding.graph.Pipeline`.
+
+    given: states along the axis of tensors that the body closes over, by id, where they are not whole. carried: states
+    of what the loop carries.
+    """
+
+    axis: str
+    name: str
+    placement: tuple[int, ...]
+    rows: tuple[tuple[tuple[str, int, int], ...], ...]
+    given: Mapping[int, State]
+    carried: tuple[State, ...]
+    closed: tuple[State, ...] = ()  # of the constants, in order
+
+    def closing_over(self, constants: Sequence[Any]) -> Staged:
+        return replace(self, closed=tuple(self.given.get(id(x), WHOLE) for x in constants))
+
+    def op(self, body: Graph, length: int) -> Pipeline:
+        states = (*self.closed, *self.carried)
+        outside = {v.name: s for v, s in zip(body.inputs, states)}
+        sizes = len(self.closed), len(self.carried), length
+        return Pipeline(body, *sizes, False, self.axis, self.name, self.placement, self.rows, outside)
 
 
 @dataclass(frozen=True)
@@ -22,6 +49,7 @@ class Form:
     length: int | None = None
     reverse: bool = False
     remat: bool | Policy = False
+    staged: Staged | None = None
 
     def parts(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Constants, carries and slices."""
@@ -44,6 +72,8 @@ class Form:
         """The operation that is recorded."""
         if self.length is None:
             return Call(body, self.name, self.remat)
+        if self.staged is not None:
+            return self.staged.op(body, self.length)
         return Scan(body, self.num_consts, self.num_carry, self.length, self.reverse)
 
 

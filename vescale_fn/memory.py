@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale_fn.codegen import Code, generate
+from vescale_fn.engines.lockstep import Answers, Operands
 from vescale_fn.engines.virtual import VirtualExecutable
 from vescale_fn.program import Program
 from vescale_fn.sharding.graph import Var
@@ -179,8 +180,8 @@ class _Measured(VirtualExecutable):
         with _Counting(self.ledgers[i]):
             return super().on_rank(i, fn, *args)
 
-    def exchange(self, site: Site, operands: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    def exchange(self, site: Site, operands: Operands) -> Answers:
         results = super().exchange(site, operands)
-        for ledger, xs in zip(self.ledgers, results):
-            _noted(ledger, xs)
+        for i, xs in results.items():
+            _noted(self.ledgers[i], xs)
         return results

@@ -18,8 +18,8 @@ from vescale_fn.regions.lower import OPS as REGION_OPS
 from vescale_fn.regions.lower import localize as localize_region
 from vescale_fn.remat import NAMED
 from vescale_fn.sharding.cost import chain_bytes
-from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Source, Var
-from vescale_fn.sharding.layout import Layout, shifted
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Pipeline, Scan, Source, Var
+from vescale_fn.sharding.layout import MANUAL, Layout, shifted
 from vescale_fn.sharding.plan import Plan
 from vescale_fn.sharding.reshard import plan as plan_reshard
 
@@ -124,6 +124,8 @@ class _Partitioner:
         outs = [self.plan.values.get(v) for v in e.outs]
         if isinstance(op, Scan):
             outs[op.num_carry :] = [slice_layout(x) if x is not None else None for x in outs[op.num_carry :]]
+        if isinstance(op, Pipeline):  # a sum belongs to the rank that adds it up
+            outs = [x if x is None else x.with_state(op.axis, MANUAL) for x in outs]
         body = _Partitioner(self.plan, self.layouts, self.names, self.origin).graph(op.body, outs)
         return replace(op, body=body)
 

@@ -61,6 +61,46 @@ class Wait:
     site: Site
 
 
+@dataclass(frozen=True, eq=False)
+class Link:
+    """What one stage of a pipeline sends to another, for every microbatch: tensors of these layouts, from the rank at
+    `source` along the axis to the one at `target`. `actions`: what the table calls the two ends, `0SEND_F` and
+    `1RECV_F`, say."""
+
+    axis: str
+    source: int
+    target: int
+    layouts: tuple[Layout, ...]
+    dtypes: tuple[torch.dtype, ...]
+    actions: tuple[str, str]
+
+    @property
+    def mesh(self) -> MeshShape:
+        return self.layouts[0].mesh
+
+
+@dataclass(frozen=True)
+class Send:
+    """Hands what a link takes of one microbatch to the other rank. Its answer is empty, and comes at once."""
+
+    link: Link
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.link.actions[0]}{self.microbatch}"
+
+
+@dataclass(frozen=True)
+class Receive:
+    """Waits for what a link brings of one microbatch. Its answer is the tensors."""
+
+    link: Link
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.link.actions[1]}{self.microbatch}"
+
+
 @dataclass(frozen=True)
 class Cut:
     """Start and length, on this rank, of its own digit of a whole dim; see `Slice`. Binds to (start, length)."""

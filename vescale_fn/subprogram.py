@@ -54,14 +54,20 @@ def scan(
     """
     n = _length(xs, length)
     body, xs = per_iteration(body, xs, n)
-    trace = current_trace()
-    if trace is None:
+    if current_trace() is None:
         return _run(body, init, xs, n, reverse)
+    return loop(body, init, xs, Form("scan", length=n, reverse=reverse))
+
+
+def loop(body: Callable[[Carry, Any], tuple[Carry, Any]], init: Carry, xs: Any, form: Form) -> tuple[Carry, Any]:
+    """A loop of this form, but for its numbers of operands, in the trace under way. Arguments and results of `scan`."""
+    trace = current_trace()
+    assert trace is not None
     (init_leaves, init_def), (x_leaves, x_def) = flatten(init), flatten(xs)
     step = _ScanBody(body, Slots.of(init_leaves), init_def, Slots.of(x_leaves), x_def, flatten_with_paths(init)[0])
     carries = [trace.bring(x) for x in step.carry.dynamic(init_leaves)]
     slices = [trace.bring(x) for x in step.xs.dynamic(x_leaves)]
-    results = _record(step, Form("scan", 0, len(carries), n, reverse), [*carries, *slices])
+    results = _record(step, replace(form, num_carry=len(carries)), [*carries, *slices])
     ys = step.ys.fill(results[len(carries) :])
     return unflatten(init_def, step.carry.fill(results[: len(carries)])), unflatten(step.y_def, ys)
 
@@ -177,14 +183,18 @@ def _record(body: Callable[..., list[Any]], form: Form, operands: list[Any]) -> 
     closures, given = traced.captured, len(numbers) + len(avals)
     outside = [*map(outer.bring, closures), *numbers]
     graph = traced.graph
-    loop = Loop(
+    if form.length is not None:
+        form = replace(form, num_consts=len(outside))
+    if form.staged is not None:
+        form = replace(form, staged=form.staged.closing_over([*closures, *numbers]))
+    sub_program = Loop(
         _closed(body, closures, len(outside), autocast_state(), Ambient.of([*outside, *operands])),
-        form if form.length is None else replace(form, num_consts=len(outside)),
+        form,
         replace(graph, inputs=(*graph.inputs[given:], *graph.inputs[:given])),
         (*map(aval_of, outside), *avals),
         len(graph.outputs),
     )
-    return loop([*outside, *operands])
+    return sub_program([*outside, *operands])
 
 
 def _closed(

@@ -6,18 +6,17 @@ scatter, and with `deterministic=True` all reductions, are taken in rank order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from vescale_fn.codegen import generate
 from vescale_fn.engines.engine import Executable
 from vescale_fn.engines.kernels import Group
-from vescale_fn.engines.lockstep import LockStep
+from vescale_fn.engines.lockstep import Answers, LockStep, Operands
 from vescale_fn.engines.routes import shapes_of
 from vescale_fn.engines.transport import Team, Wire
 from vescale_fn.engines.watch import Watch
@@ -157,20 +156,21 @@ class TorchDistExecutable(LockStep):
         groups = tuple(site.group(site.mesh.coords(ranks[0]), k) for k in range(len(site.outs)))
         return Route(team, local, groups, tuple(shapes_of(site, k, g) for k, g in enumerate(groups)))
 
-    def start(self, site: Site, operands: Sequence[Sequence[Tensor]]) -> list[Any]:
-        started = []
+    def start(self, site: Site, operands: Operands) -> dict[int, Any]:
+        started: dict[int, Any] = {}
         for route in self.routes[site]:
-            mine = [operands[i] for i in route.local]
-            start = route.team.start(site.comm, route.groups, route.shapes, mine, site.overwritable)
-            started.append((route.local, start))
-        return [started] * len(operands)
+            if route.local[0] in operands:
+                mine = [operands[i] for i in route.local]
+                finish = route.team.start(site.comm, route.groups, route.shapes, mine, site.overwritable)
+                started.update(dict.fromkeys(route.local, (route.local, finish)))
+        return started
 
-    def finish(self, site: Site, pending: Sequence[Any]) -> list[list[Tensor]]:
-        results: list[list[Tensor]] = [[]] * len(pending)
-        for local, finish in pending[0]:
-            for i, out in zip(local, finish()):
-                results[i] = out
+    def finish(self, site: Site, pending: Mapping[int, Any]) -> Answers:
+        results: Answers = {}
+        for i, (local, finish) in pending.items():
+            if i not in results:
+                results.update(zip(local, finish()))
         return results
 
-    def exchange(self, site: Site, operands: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    def exchange(self, site: Site, operands: Operands) -> Answers:
         return self.finish(site, self.start(site, operands))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from vescale_fn.codegen import generate
 from vescale_fn.engines.engine import Executable
 from vescale_fn.engines.kernels import collective
-from vescale_fn.engines.lockstep import LockStep
+from vescale_fn.engines.lockstep import Answers, LockStep, Operands
 from vescale_fn.engines.rows import ragged_all_to_all
 from vescale_fn.program import Program
 from vescale_fn.sharding.comm import RaggedAllToAll
@@ -39,10 +36,12 @@ class VirtualEngine:
 class VirtualExecutable(LockStep):
     """A program bound to every rank of a virtual mesh."""
 
-    def exchange(self, site: Site, operands: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    def exchange(self, site: Site, operands: Operands) -> Answers:
         mesh = site.mesh
-        answers: list[list[Tensor]] = [[] for _ in operands]
+        answers: Answers = {rank: [] for rank in operands}
         for ranks in mesh.groups(site.comm.axes):
+            if ranks[0] not in operands:
+                continue
             for i in range(len(site.outs)):
                 group = site.group(mesh.coords(ranks[0]), i)
                 if isinstance(site.comm, RaggedAllToAll):

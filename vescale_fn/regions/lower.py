@@ -18,8 +18,8 @@ from vescale_fn.regions.moves import MOVES
 from vescale_fn.regions.ops import boundary_layout, group_of
 from vescale_fn.sharding import comm
 from vescale_fn.sharding.candidates import Strategy
-from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var
-from vescale_fn.sharding.layout import MANUAL, Layout
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Pipeline, Scan, Var, equations, variables
+from vescale_fn.sharding.layout import MANUAL, Layout, State
 from vescale_fn.sharding.problem import Regions
 from vescale_fn.sharding.rules.rule import Dims, Rule
 
@@ -31,7 +31,13 @@ def regions_of(graph: Graph) -> Regions:
     manual: dict[Var, frozenset[str]] = {}
     boundary: dict[Eqn, Mapping[str, Strategy]] = {}
     _collect(graph, manual, boundary)
-    return Regions(manual, boundary)
+    outside: dict[Var, Mapping[str, State]] = {}
+    for e in equations(graph):
+        if isinstance(e.op, Pipeline):
+            for v in variables(e.op.body):
+                manual[v] = manual.get(v, frozenset()) | {e.op.axis}
+            outside.update((v, {e.op.axis: s}) for v in e.op.body.inputs if (s := e.op.outside.get(v.name)) is not None)
+    return Regions(manual, boundary, outside)
 
 
 def _collect(graph: Graph, manual: dict[Var, frozenset[str]], boundary: dict[Eqn, Mapping[str, Strategy]]) -> None:
