@@ -21,8 +21,10 @@ class Sequential(Loss):
 
     def __call__(self, params: Any, *batch: Any) -> Any:
         if not batch:
-            raise TypeError("schedules.sequential: it takes parameters and a batch, whose first entry is what the first "
-                            "stage reads; there is no batch.")
+            raise TypeError(
+                "schedules.sequential: it takes parameters and a batch, whose first entry is what the first "
+                "stage reads; there is no batch."
+            )
         x, *rest = batch
         for stage, own in zip(self.stages, self.parameters(params)):
             x = stage(own, x)

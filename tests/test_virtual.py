@@ -235,7 +235,7 @@ def test_ranks_that_disagree_are_an_error() -> None:
     def step(args: list[Any], k: tuple[Any, ...]) -> Any:
         yield (first, second)[k[0]], (args.pop(),)
 
-    code: Any = SimpleNamespace(function=step, communicates=True, program=program)
+    code: Any = SimpleNamespace(function=step, communicates=True, program=program, plans=())
     expected = (
         r"Ranks do not agree on the next collective: all_reduce_0 .* \| all_reduce_1 .*\. All ranks of a mesh must"
     )

@@ -80,9 +80,7 @@ class Actions:
     def readers(self) -> dict[tuple[int, Var], int]:
         """By rank and value: how many pieces of a microbatch read it there, and messages take it from there."""
         place = self.op.placement
-        found = Counter(
-            (place[p.stage], v) for p in self.pieces.values() for v in p.graph.inputs if v in self.makers
-        )
+        found = Counter((place[p.stage], v) for p in self.pieces.values() for v in p.graph.inputs if v in self.makers)
         found.update((place[m.source], v) for m in self.messages.values() for v in m.values)
         return found
 

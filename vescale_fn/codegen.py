@@ -89,7 +89,9 @@ def generate(program: Program, reserved: Mapping[str, Any] | None = None) -> Cod
     module = _Module(program, dict(reserved or {}))
     communicates = _Function(module, program.graph, "step").emit()
     source = "\n\n\n".join(module.functions) + "\n"
-    return Code(program, source, module.names, tuple(module.constants), tuple(module.sites), communicates, tuple(module.plans))
+    return Code(
+        program, source, module.names, tuple(module.constants), tuple(module.sites), communicates, tuple(module.plans)
+    )
 
 
 def _word(name: str) -> str:

@@ -9,10 +9,11 @@ from typing import Any, overload
 
 import torch
 
+from vescale_fn.actions import Message, actions_of
 from vescale_fn.program import Program
 from vescale_fn.sharding.comm import COLLECTIVES, COMMS, RaggedAllToAll, comm_name
 from vescale_fn.sharding.cost import sent
-from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Source, Var, dtype_text, is_view, op_name
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Pipeline, Scan, Source, Var, dtype_text, is_view, op_name
 from vescale_fn.sharding.layout import Layout
 from vescale_fn.sharding.mesh import axes_text
 
@@ -24,7 +25,7 @@ class CollectiveRow:
     """One collective of a program.
 
     kind: all_reduce, all_gather, reduce_scatter, all_to_all, ragged_all_to_all, ppermute, broadcast, permute or
-    exchange; `reduction` is its sum, max or min.
+    exchange; `reduction` is its sum, max or min. Or send, from a stage of a pipeline to another (`reduction`: `0->1`).
     shape: local shape of the operand on the rank that holds most; of a bucket, its elements in one row.
     nbytes: bytes that one rank sends each time; of a ragged_all_to_all at most, sizes and offsets not counted.
     count: how often one step runs it (loops multiply).
@@ -114,7 +115,29 @@ def _cells(r: CollectiveRow) -> list[str]:
 
 def collectives_of(program: Program) -> CollectiveTable:
     """Every collective of a program, those of sub-programs included, in the order in which they first run."""
-    return CollectiveTable([_row(e, n, program.layouts) for e, n in equations(program.graph) if is_collective(e)])
+    rows: list[CollectiveRow] = []
+    for e, n in equations(program.graph, whole=True):
+        if isinstance(e.op, Pipeline):
+            rows += [_message_row(e, m, n * e.op.length, program.layouts) for m in actions_of(e.op).messages.values()]
+        elif is_collective(e):
+            rows.append(_row(e, n, program.layouts))
+    return CollectiveTable(rows)
+
+
+def _message_row(e: Eqn, m: Message, count: int, layouts: Mapping[Var, Layout]) -> CollectiveRow:
+    shapes = [layouts[v].max_local_shape for v in m.values]
+    return CollectiveRow(
+        kind="send",
+        reduction=f"{m.source}->{m.target}",
+        axes=(e.op.axis,),
+        dtype=m.values[0].dtype,
+        shape=shapes[0] if len(shapes) == 1 else (sum(map(math.prod, shapes)),),
+        nbytes=sum(math.prod(s) * v.dtype.itemsize for s, v in zip(shapes, m.values)),
+        phase="forward" if m.kind == "F" else "backward",
+        source=e.source,
+        count=count,
+        operands=len(shapes),
+    )
 
 
 def is_collective(e: Eqn) -> bool:
@@ -122,11 +145,14 @@ def is_collective(e: Eqn) -> bool:
     return isinstance(e.op, COLLECTIVES) and bool(e.op.axes)
 
 
-def equations(graph: Graph, count: int = 1) -> Iterator[tuple[Eqn, int]]:
-    """Every equation of a graph and its sub-programs, and how often one step runs it."""
+def equations(graph: Graph, count: int = 1, whole: bool = False) -> Iterator[tuple[Eqn, int]]:
+    """Every equation of a graph and its sub-programs, and how often one step runs it. whole: the equation of a pipeline
+    comes too, before those of its body."""
     for e in graph.eqns:
+        if whole and isinstance(e.op, Pipeline):
+            yield e, count
         if isinstance(e.op, (Scan, Call)):
-            yield from equations(e.op.body, count * (e.op.length if isinstance(e.op, Scan) else 1))
+            yield from equations(e.op.body, count * (e.op.length if isinstance(e.op, Scan) else 1), whole)
         else:
             yield e, count
 
@@ -175,15 +201,42 @@ class Cost:
 
 def cost_analysis(program: Program) -> Cost:
     """Operations and bytes of the rank that holds most, and bytes sent along each group of axes."""
+    return _cost(program.graph, program)
+
+
+def _cost(graph: Graph, program: Program) -> Cost:
     flops = accessed = 0
     along: dict[tuple[str, ...], int] = {}
-    for e, count in equations(program.graph):
-        if is_collective(e):
-            along[e.op.axes] = along.get(e.op.axes, 0) + count * bytes_sent(e, program.layouts)
-            continue
-        flops += count * flops_of(e, program.layouts)
-        accessed += count * _bytes_accessed(e, program.layouts)
+
+    def add(cost: Cost, count: int) -> None:
+        nonlocal flops, accessed
+        flops, accessed = flops + count * cost.flops, accessed + count * cost.bytes_accessed
+        for axes, n in cost.bytes_sent.items():
+            along[axes] = along.get(axes, 0) + count * n
+
+    for e in graph.eqns:
+        if isinstance(e.op, Pipeline):
+            add(_cost_of_pipeline(e.op, program), e.op.length)
+        elif isinstance(e.op, (Scan, Call)):
+            add(_cost(e.op.body, program), e.op.length if isinstance(e.op, Scan) else 1)
+        elif is_collective(e):
+            add(Cost(0, 0, {e.op.axes: bytes_sent(e, program.layouts)}), 1)
+        else:
+            add(Cost(flops_of(e, program.layouts), _bytes_accessed(e, program.layouts), {}), 1)
     return Cost(flops, accessed, along)
+
+
+def _cost_of_pipeline(op: Pipeline, program: Program) -> Cost:
+    """What the rank along the axis with most to compute does for a microbatch, and sends."""
+    actions = actions_of(op)
+    costs = []
+    for rank in range(len(op.rows)):
+        eqns = [e for p in actions.pieces.values() if op.placement[p.stage] == rank for e in p.graph.eqns]
+        cost = _cost(Graph((), tuple(eqns), ()), program)
+        sent = [m for m in actions.messages.values() if op.placement[m.source] == rank]
+        nbytes = sum(program.local_bytes(v) for m in sent for v in m.values)
+        costs.append(Cost(cost.flops, cost.bytes_accessed, {**cost.bytes_sent, (op.axis,): nbytes}))
+    return max(costs, key=lambda c: (c.flops, c.bytes_accessed))
 
 
 def _bytes_accessed(e: Eqn, layouts: Mapping[Var, Layout]) -> int:

@@ -17,6 +17,7 @@ from vescale_fn.fused import IN_PLACE, functional
 from vescale_fn.inline import Inliner
 from vescale_fn.program import Program
 from vescale_fn.random.bits import KERNELS
+from vescale_fn.sharding.graph import Pipeline, equations
 from vescale_fn.sharding.layout import Layout
 from vescale_fn.sharding.mesh import MeshShape
 from vescale_fn.site import Start, Wait
@@ -45,6 +46,11 @@ def export(program: Program, path: str | Path) -> None:
 
 def export_text(program: Program, file: str = "step_rank.py") -> str:
     """The text that `export` writes."""
+    if any(isinstance(e.op, Pipeline) for e in equations(program.graph)):
+        raise ValueError(
+            "export: the step has a pipeline, whose ranks run different programs, and one file runs on every rank. "
+            "Export the step of one stage."
+        )
     writer = _Writer()
     for thing in (main, MeshShape, *generate(program).names.values()):
         writer.take_in(thing)

@@ -91,11 +91,12 @@ class Lowered:
 
         return cost_analysis(self.program)
 
-    def memory_analysis(self) -> MemoryStats:
-        """Bytes that the rank at the origin holds: arguments, outputs, temporaries, peak."""
+    def memory_analysis(self, **coords: int) -> MemoryStats:
+        """Bytes that a rank holds: arguments, outputs, temporaries, peak. coords: the rank's, 0 where nothing is said;
+        `memory_analysis(pp=1)` is of the second rank of a pipeline."""
         from vescale_fn.memory import peak_bytes
 
-        return peak_bytes(self.program, dict.fromkeys(self.program.mesh.names, 0))
+        return peak_bytes(self.program, {**dict.fromkeys(self.program.mesh.names, 0), **coords})
 
     def explain(self, path: str) -> str:
         """Why the value at `path` has its layout, what it costs, and the runner-up (for a plan that was solved here,

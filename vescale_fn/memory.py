@@ -22,7 +22,7 @@ from vescale_fn.engines.lockstep import Answers, Operands
 from vescale_fn.engines.virtual import VirtualExecutable
 from vescale_fn.program import Program
 from vescale_fn.sharding.graph import Var
-from vescale_fn.site import Device, Site, Start, Wait
+from vescale_fn.site import Device, Receive, Send, Site, Start, Wait
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,13 @@ def _run_alone(code: Code, inputs: list[Any], k: tuple[Any, ...], coords: Mappin
             break
         if isinstance(what, Wait):
             answer = iter(operands[0])
+        elif isinstance(what, (Send, Receive)):
+            link = what.link if isinstance(what, Receive) else None
+            outs = (
+                [torch.empty(x.local_shape(coords), dtype=d) for x, d in zip(link.layouts, link.dtypes)] if link else []
+            )
+            answer = iter(outs)
+            del outs
         else:
             site = what.site if isinstance(what, Start) else what
             outs = [torch.empty(x.local_shape(coords), dtype=d) for x, d in zip(site.outs, site.dtypes)]

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from vescale_fn.localize import HANDLERS, Builder, Context
 from vescale_fn.names import Names
 from vescale_fn.primitives import RESHARD
@@ -48,6 +50,7 @@ class _Partitioner:
     obtained: dict[Var, list[Var]] = field(default_factory=dict)  # global Var -> the same value in all layouts at hand
     makers: dict[Var, Eqn] = field(default_factory=dict)
     builder: Builder = field(init=False)
+    is_body: bool = False  # whether the graph is that of a sub-program
 
     def __post_init__(self) -> None:
         self.builder = Builder(self.layouts, self.names)
@@ -115,7 +118,9 @@ class _Partitioner:
             return localize_region(ctx, local.args)
         handler = HANDLERS.get(e.op)
         if handler is None or (e.outs and not (ctx.letters or _has_state(ctx))):
-            return ctx.emit(e.op, local.args, local.kwargs)
+            # A body was traced on contiguous tensors; what it is given need not be.
+            strided = self.is_body and e.op is torch.ops.aten.view.default
+            return ctx.emit(torch.ops.aten.reshape.default if strided else e.op, local.args, local.kwargs)
         return handler(ctx, local.args, local.kwargs)
 
     def sub_program(self, e: Eqn) -> Scan | Call:
@@ -126,7 +131,8 @@ class _Partitioner:
             outs[op.num_carry :] = [slice_layout(x) if x is not None else None for x in outs[op.num_carry :]]
         if isinstance(op, Pipeline):  # a sum belongs to the rank that adds it up
             outs = [x if x is None else x.with_state(op.axis, MANUAL) for x in outs]
-        body = _Partitioner(self.plan, self.layouts, self.names, self.origin).graph(op.body, outs)
+        inside = _Partitioner(self.plan, self.layouts, self.names, self.origin, is_body=True)
+        body = inside.graph(op.body, outs)
         return replace(op, body=body)
 
 

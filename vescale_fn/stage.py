@@ -49,7 +49,9 @@ class Stage:
         out = _emit(self.halves.forward, f"F{self.index}", self.primals)
         return out[: self.halves.num_results], out[self.halves.num_results :]
 
-    def input_half(self, cotangents: Sequence[Tensor], residuals: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def input_half(
+        self, cotangents: Sequence[Tensor], residuals: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Gradients of the inputs in `pulled`, and what is kept for the other half. Cotangents are those of the
         floating-point results."""
         out = _emit(self.halves.input_half, f"I{self.index}", [*self.primals, *cotangents, *residuals])

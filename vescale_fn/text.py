@@ -10,7 +10,7 @@ from vescale_fn.cost_report import bytes_sent
 from vescale_fn.program import AxisIndex, LocalDim, Owned, Program
 from vescale_fn.sharding.comm import COLLECTIVES, COMMS, Broadcast, Permute, PPermute, RaggedAllToAll, comm_name
 from vescale_fn.sharding.digits import factors
-from vescale_fn.sharding.graph import Call, Eqn, Graph, Scan, Var, dtype_text, op_name
+from vescale_fn.sharding.graph import Call, Eqn, Graph, Pipeline, Scan, Var, dtype_text, op_name
 from vescale_fn.sharding.layout import Layout, Ragged
 from vescale_fn.sharding.mesh import axes_text
 
@@ -77,7 +77,9 @@ def _call_text(e: Eqn, program: Program) -> str:
         most = "up to " if isinstance(e.op, RaggedAllToAll) else ""
         sent = f"  sends {most}{bytes_sent(e, program.layouts):,} B" if isinstance(e.op, COLLECTIVES) else ""
         return f"{comm_text(e.op)} ({', '.join(map(_argument, e.args))}){sent}"
-    if isinstance(e.op, Scan):
+    if isinstance(e.op, Pipeline):
+        name = f"pipeline {e.op.name} x{e.op.length} over {e.op.axis}"
+    elif isinstance(e.op, Scan):
         name = f"scan x{e.op.length}" + (" reversed" if e.op.reverse else "")
     else:
         name = op_name(e.op) if not hasattr(e.op, "__name__") or hasattr(e.op, "_schema") else e.op.__name__

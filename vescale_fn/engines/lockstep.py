@@ -210,4 +210,6 @@ def stuck(run: LockStep, waiting: Mapping[int, Request], ended: bool) -> Runtime
             "program; a Python number that differs between ranks must not decide how often a loop runs."
         )
     texts = [f"{run.name(i)} waits in {what}" for i, what in asked.items()]
-    return RuntimeError(f"The pipeline cannot go on: {'; '.join(texts)}. Check its table with schedules.pipelines.check.")
+    return RuntimeError(
+        f"The pipeline cannot go on: {'; '.join(texts)}. Check its table with schedules.pipelines.check."
+    )
