@@ -22,8 +22,8 @@ class Sequential(Loss):
     def __call__(self, params: Any, *batch: Any) -> Any:
         if not batch:
             raise TypeError(
-                "schedules.sequential: it takes parameters and a batch, whose first entry is what the first "
-                "stage reads; there is no batch."
+                "schedules.sequential: there is no batch. The loss takes parameters and a batch, whose first entry the "
+                "first stage reads."
             )
         x, *rest = batch
         for stage, own in zip(self.stages, self.parameters(params)):
