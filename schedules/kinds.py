@@ -23,7 +23,7 @@ Kind = Literal["loss", "gradient function", "optimizer", "step"]
 
 TRANSFORMS: Mapping[Kind, tuple[str, ...]] = {
     "loss": ("schedules.remat", "schedules.mixed_precision"),
-    "gradient function": ("schedules.accumulate", "schedules.pipeline"),
+    "gradient function": ("schedules.accumulate",),
     "optimizer": ("schedules.zero",),
     "step": ("vf.pjit",),
 }
