@@ -11,7 +11,19 @@ from vescale_fn.sharding.layout import CUTS, Layout, Partial, Ragged, Shard, Sta
 from vescale_fn.sharding.mesh import MeshShape
 from vescale_fn.sharding.ragged import chunked, owned_by, state_of_units
 from vescale_fn.sharding.sizes import Piece, resolve, size_names
-from vescale_fn.sharding.spec import ANY, OPEN, Cut, Entry, Factor, Spec, SpecError, Word, check_axes, existing_axes
+from vescale_fn.sharding.spec import (
+    ANY,
+    OPEN,
+    Cut,
+    Entry,
+    Factor,
+    Indivisible,
+    Spec,
+    SpecError,
+    Word,
+    check_axes,
+    existing_axes,
+)
 from vescale_fn.sharding.unbind import spec_of
 
 __all__ = ["bind", "bind_sized", "check_shape", "size_names", "spec_of"]
@@ -111,9 +123,9 @@ class _Binder:
         if size % n:
             by = "*".join(f"{a}={self.mesh[a]}" for a in axes)
             hint = f", or write {lead.label}~{str(lead)[len(lead.label) :]} for unequal shards" if lead else ""
-            raise self._error(
-                f"{what} has size {size}, which is not divisible by {by}. Make it a multiple of {n}{hint}.", axes[0]
-            )
+            fact = f"{what} has size {size}, which is not divisible by {by}."
+            at = axes[0].at if isinstance(axes[0], Word) else 0
+            raise Indivisible(fact, f"Make it a multiple of {n}{hint}.", -(-size // n) * n, self.spec.text, at)
         pre = shard.pre
         for axis in axes:
             yield axis, Shard(shard.dim, pre)

@@ -40,6 +40,14 @@ class SpecError(ValueError):
         return SpecError(f"{where}: {self.message}", self.text, self.at)
 
 
+class Indivisible(SpecError):
+    """A size that the equal shards of a spec do not divide. fact: what is wrong; fitting: the next size that fits."""
+
+    def __init__(self, fact: str, advice: str, fitting: int, text: str, at: int) -> None:
+        super().__init__(f"{fact} {advice}", text, at)
+        self.fact, self.fitting = fact, fitting
+
+
 class Word(str):
     """A name in a spec, which knows where it stands in the text."""
 

@@ -77,6 +77,72 @@ def _gather(to: str) -> Body:
     return lambda x, at, dim, tiled: vf.all_gather(x, at.axes, dim, tiled=tiled, to=NAMED[to])
 
 
+# ---- the same as patterns: dims p, q and r of what a rank holds
+
+Layout = Callable[[str, int], str]  # (axes, dim) -> a layout
+
+
+def _cut(axes: str, dim: int) -> str:
+    return " ".join(f"{name}/{axes}" if i == dim % 3 else name for i, name in enumerate("pqr"))
+
+
+def _next_cut(axes: str, dim: int) -> str:
+    return _cut(axes, dim % 3 + 1)
+
+
+def _whole(axes: str, dim: int) -> str:
+    return "p q r"
+
+
+def _parts(axes: str, dim: int) -> str:
+    return f"p q r {{sum: {axes}}}"
+
+
+def _reduced(axes: str, dim: int) -> str:
+    return f"p q r {{ct: {axes}}}"
+
+
+def _pattern(collective: Callable[[Tensor, str], Tensor], before: Layout, after: Layout) -> Body:
+    def body(x: Tensor, at: Place, dim: int, tiled: bool) -> Tensor:
+        axes = f"({' '.join(at.axes)})"
+        return collective(x, f"{before(axes, dim)} -> {after(axes, dim)}")
+
+    return body
+
+
+def _product(after: Callable[[str, str, str], str]) -> Body:
+    """x times a matrix, contracted over the cut dim after `dim`; after: (free dim, the other, axes) -> the result."""
+
+    def body(x: Tensor, at: Place, dim: int, tiled: bool) -> Tensor:
+        names, axes, d = "pqr", f"({' '.join(at.axes)})", dim % 3
+        free, contracted, other = (names[(d + i) % 3] for i in range(3))
+        w = torch.arange(1.0, 2 * x.shape[(d + 1) % 3] + 1, dtype=x.dtype).reshape(-1, 2)
+        return vf.einsum(  # type: ignore[no-any-return]
+            x, w, f"{_cut(axes, d + 1)}, {contracted}/{axes} s -> {after(free, other, axes)}"
+        )
+
+    return body
+
+
+PATTERNS: dict[str, tuple[Body, Sequence[str]]] = {
+    "psum, pattern": (_pattern(vf.psum, _parts, _whole), ("U->I", "V->I")),
+    "all_gather, pattern": (_pattern(vf.all_gather, _cut, _whole), ("V->V", "I->V", "R->V")),
+    "all_gather to reduced, pattern": (_pattern(vf.all_gather, _cut, _reduced), ("V->R",)),
+    "psum_scatter, pattern": (_pattern(vf.psum_scatter, _parts, _cut), ("U->V", "V->V")),
+    "all_to_all, pattern": (_pattern(vf.all_to_all, _next_cut, _cut), ("V->V",)),
+    "reshard, psum": (_pattern(vf.reshard, _parts, _whole), ("U->I",)),
+    "reshard, all_gather": (_pattern(vf.reshard, _cut, _whole), ("V->I",)),
+    "reshard, all_gather to reduced": (_pattern(vf.reshard, _cut, _reduced), ("V->R",)),
+    "reshard, psum_scatter": (_pattern(vf.reshard, _parts, _cut), ("U->V",)),
+    "reshard, all_to_all": (_pattern(vf.reshard, _next_cut, _cut), ("V->V",)),
+    "reshard, own slice": (_pattern(vf.reshard, _whole, _cut), ("I->V",)),
+    "reshard, cast to unreduced": (_pattern(vf.reshard, _whole, _parts), ("I->U",)),
+    "reshard, cast to reduced": (_pattern(vf.reshard, _whole, _reduced), ("I->R",)),
+    "einsum, summed": (_product(lambda free, other, axes: f"{other} {free} s"), ("V->I",)),
+    "einsum, scattered": (_product(lambda free, other, axes: f"{other} {free}/{axes} s"), ("V->V",)),
+    "einsum, parts": (_product(lambda free, other, axes: f"{other} s {free} {{sum: {axes}}}"), ("V->U",)),
+}
+
 MOVES: dict[str, tuple[Body, Sequence[str]]] = {
     "psum": (lambda x, at, dim, tiled: vf.psum(x, at.axes), ("V->I", "U->I", "I->I", "R->I")),
     "pmean": (lambda x, at, dim, tiled: vf.pmean(x, at.axes), ("V->I", "U->I")),
@@ -103,9 +169,12 @@ MOVES: dict[str, tuple[Body, Sequence[str]]] = {
         lambda x, at, dim, tiled: (-x * 3.0 + x / 2).sum(dim, keepdim=tiled),
         ("V->V", "I->I", "U->U", "R->R"),
     ),
+    **PATTERNS,
 }
 ROWS = [(name, states) for name, (_, states_of) in MOVES.items() for states in states_of]
-SHAPED = {"psum_scatter", "all_to_all", "all_gather", "all_gather to invarying", "all_gather to reduced"}
+# Those that cut a dim in as many pieces as there are ranks.
+SHAPED = {"psum_scatter", "all_to_all"}
+SHAPED |= {n for n in PATTERNS if any(k in n for k in ("scatter", "all_to_all", "own slice"))}
 
 
 @dataclass(frozen=True)
@@ -131,7 +200,7 @@ class Case:
         """Whole numbers, so that sums in any order are the same."""
         n = self.at.n
         shape = [2, 3, 2]
-        if self.name in SHAPED and not self.name.startswith("all_gather"):
+        if self.name in SHAPED:
             shape[self.dim] = 2 * n if self.tiled else n
         rows = self.at.extent(tuple(self.at.sizes) if self.states[0] in "VU" else self.at.others)
         return whole_numbers((rows, *shape), 0)

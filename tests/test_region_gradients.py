@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.func import grad
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import vescale_fn as vf
 
@@ -42,8 +42,6 @@ def test_the_gradient_of_a_replicated_weight(
             local = (w * d).sum()
             return vf.psum(local, axes) if summed else local  # type: ignore[no-any-return]
 
-        if closed_over and not checked:
-            w = 1 * w  # in the region: what enters within the derivative has the gradient of a global value
         return vf.pcast(grad(loss)(w)[None], axes, to="varying")  # type: ignore[no-any-return]
 
     def step(d: Tensor, w: Tensor) -> Any:
@@ -54,6 +52,47 @@ def test_the_gradient_of_a_replicated_weight(
     run = vf.pjit(step, mesh=mesh) if lowered else step
     found = run(torch.tensor([1.0, 2.0]), w)
     assert (found.full() if lowered else found).tolist() == TABLE[checked, summed]
+
+
+Loss = Callable[[Tensor], Tensor]
+INSIDE: dict[str, Callable[[Loss, Tensor], Tensor]] = {
+    "grad": lambda f, w: grad(f)(w),
+    "vjp": lambda f, w: vjp(f, w)[1](torch.ones((), dtype=w.dtype))[0],
+    "jacrev": lambda f, w: jacrev(f)(w),
+    "jacfwd": lambda f, w: jacfwd(f)(w),
+    "hessian": lambda f, w: hessian(f)(w),
+    "grad of grad": lambda f, w: grad(grad(f))(w),
+    "jvp of grad": lambda f, w: jvp(grad(f), (w,), (torch.ones_like(w),))[1],
+    "grad of jvp": lambda f, w: grad(lambda w: jvp(f, (w,), (torch.ones_like(w),))[1])(w),
+    "vmap of grad": lambda f, w: vmap(grad(f))(torch.stack([w, 2 * w])).sum(),
+    "grad of vmap": lambda f, w: grad(lambda ws: vmap(f)(ws).sum())(torch.stack([w, w])).sum(),
+    "grad, and the value itself": lambda f, w: grad(lambda v: f(v) + v * w)(w) - w,
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_inside_what_is_closed_over_is_as_good_as_an_argument(name: str) -> None:
+    """Derivatives of w**2 * d, of all kinds: 2 * w * d = d, or d / 5, of all ranks or of each."""
+    mesh, w = vf.make_mesh(x=2), torch.tensor(5.0, dtype=torch.float64)
+    d = torch.tensor([1.0, 2.0], dtype=torch.float64)
+
+    for checked, summed in TABLE:
+
+        def body(d: Tensor, w: Tensor, summed: bool = summed) -> Tensor:
+            def loss(w: Tensor) -> Tensor:
+                local = (w * w * d).sum() / 10
+                return vf.psum(local, "x") if summed else local  # type: ignore[no-any-return]
+
+            return vf.pcast(INSIDE[name](loss, w)[None], "x", to="varying")  # type: ignore[no-any-return]
+
+        options: Any = {"mesh": mesh, "out_specs": "r/x", "check_vma": checked}
+        given = vf.shard_map(body, in_specs=("r/x", ""), **options)(d, w)
+        closed = vf.shard_map(lambda d: body(d, w), in_specs="r/x", **options)
+        assert torch.equal(closed(d), given)
+        assert torch.equal(vf.pjit(closed, mesh=mesh)(d).full(), given)
+        if name in ("grad", "grad of grad"):
+            expected = torch.tensor(TABLE[checked, summed]) / (1 if name == "grad" else 5)
+            torch.testing.assert_close(given, expected.double())
 
 
 @pytest.mark.parametrize("checked", [True, False])

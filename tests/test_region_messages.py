@@ -29,8 +29,27 @@ def run(f: Callable[..., Any], in_specs: Any, out_specs: Any, *args: Any, **opti
 MESSAGES: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: run(block, "b/dp s", "b/dp s", torch.ones(5, 6)),
-        "shard_map(block): argument x: Dim 0 has size 5, which is not divisible by dp=2. Make it a multiple of "
-        "2, or write b~/dp for unequal shards.\n  b/dp s\n    ^",
+        "shard_map(block): argument x: Dim 0 has size 5, which is not divisible by dp=2. Pad it to 6, and mask what is "
+        "added: the ranks of a region hold parts of one shape. Or leave the axis to the solver (axis_names), which "
+        "takes uneven shards.\n  b/dp s\n    ^",
+    ),
+    (
+        lambda: run(block, ("b s", {"w": [None, "d/(dp tp)"]}), "b s", x, {"w": [1, x[0]]}),
+        "shard_map(block): argument params.w.1: Dim 0 has size 6, which is not divisible by dp=2*tp=2. Pad it to 8, "
+        "and mask what is added: the ranks of a region hold parts of one shape. Or leave the axis to the solver "
+        "(axis_names), which takes uneven shards.\n  d/(dp tp)\n     ^",
+    ),
+    (
+        lambda: run(block, "b~/dp s", "b/dp s", torch.ones(5, 6)),
+        "shard_map(block): the spec 'b~/dp s' of argument x cuts unevenly, and the ranks of a region hold parts of one "
+        "shape. Pad the dim to a multiple of the ranks, and mask what is added; or leave the axis to the solver "
+        "(axis_names), which takes uneven shards.",
+    ),
+    (
+        lambda: run(block, "b~[3 1]/dp s", "b/dp s", x),
+        "shard_map(block): the spec 'b~[3 1]/dp s' of argument x cuts unevenly, and the ranks of a region hold parts "
+        "of one shape. Pad the dim to a multiple of the ranks, and mask what is added; or leave the axis to the solver "
+        "(axis_names), which takes uneven shards.",
     ),
     (
         lambda: run(block, "b/dp", "b/dp s", x),

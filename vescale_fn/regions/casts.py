@@ -54,13 +54,15 @@ class InsertCasts(TorchFunctionMode):
         if func in _METADATA:
             return func(*args, **kwargs)
         elsewhere = current_trace() is not self.trace  # a sub-program enters the region by itself
+        if func in _ABOUT_ITSELF and not elsewhere:
+            follow(self.region, args[0])
         if elsewhere or ops.is_ours(func) or _is_own_function(args) or func in _ABOUT_ITSELF:
             return func(*args, **kwargs)
         if args and _is_function(args[0]):
             args = (within(self.region, args[0]), *args[1:])
         if func in _GRADIENTS:
             check_losses(args[0] if args else kwargs.get("outputs", kwargs.get("tensors")))
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if len(args) < 2 else gradients(self.region, func, *args, **kwargs)
         args, kwargs = (map_tensors(t, lambda x: bring(self.region, x), (Tensor, Array)) for t in (args, kwargs))
         found: list[Tensor] = []
         map_tensors((args, kwargs), found.append)
@@ -119,8 +121,51 @@ def bring(region: Region, x: Any) -> Tensor:
     x = trace.bring(x) if trace is not None and isinstance(x, Array) else x
     key = id(x), id(trace)  # what enters inside a loop does not live outside it
     if key not in region.entered:
-        region.entered[key] = x, enter_whole(region, x)
+        region.entered[key] = x, _batch(region, x) if _is_batch_of_variable(region, x) else enter_whole(region, x)
     return region.entered[key][1]
+
+
+def _is_batch_of_variable(region: Region, x: Any) -> bool:
+    functorch = torch._C._functorch
+    batched = isinstance(x, Tensor) and functorch.is_batchedtensor(x)
+    return batched and id(functorch.get_unwrapped(x)) in region.variables
+
+
+def _batch(region: Region, x: Tensor) -> Tensor:
+    """What vmap makes of a variable of a derivative taken in the region, of what stands for that one."""
+    functorch = torch._C._functorch
+    _, variable = region.variables[id(functorch.get_unwrapped(x))]
+    batch: Tensor = functorch._add_batch_dim(variable, functorch.maybe_get_bdim(x), functorch.maybe_get_level(x))
+    return batch
+
+
+def follow(region: Region, x: Tensor) -> None:
+    """x, closed over, becomes the variable of a derivative taken in the region: what each rank holds of it does, or the
+    gradient would be that of the global value, which is another where types are not checked."""
+    functorch = torch._C._functorch
+    if not functorch.is_gradtrackingtensor(x) or region.manual.keys() <= (states_of(x) or {}).keys():
+        return
+    level = functorch.maybe_get_level(x)
+    local = bring(region, functorch.get_unwrapped(x))
+    if functorch.maybe_get_level(local) == level:  # it entered just now, within the derivative
+        local = functorch.get_unwrapped(local)
+    variable = functorch._wrap_for_grad(local, level).requires_grad_()
+    region.entered[id(x), id(current_trace())] = region.variables[id(x)] = x, variable
+
+
+def gradients(region: Region, grad: Any, outputs: Any, inputs: Any, *rest: Any, **options: Any) -> Any:
+    """Gradients with respect to inputs, and to the variables that stand for some of them in the region."""
+    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    found = {i: region.variables[id(x)][1] for i, x in enumerate(given) if id(x) in region.variables}
+    if not found:
+        return grad(outputs, inputs, *rest, **options)
+    every = list(grad(outputs, (*given, *found.values()), *rest, **{**options, "allow_unused": True}))
+    for i, of_variable in zip(found, every[len(given) :]):
+        if of_variable is not None and every[i] is not None:  # where a transform made another value of it: as a whole
+            whole = bring(region, every[i])
+            of_variable = of_variable + recast(whole, changes(states_of(whole), states_of(of_variable) or {}), region)
+        every[i] = every[i] if of_variable is None else of_variable
+    return tuple(every[: len(given)])
 
 
 def cast(x: Tensor, axes: Sequence[str], states: str, region: Region) -> Tensor:

@@ -31,8 +31,8 @@ class RaggedAllToAll(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        operand, _, *sizes, axes = inputs
-        ctx.axes, ctx.rows = axes, operand.shape[0]
+        operand, landing, *sizes, axes = inputs
+        ctx.axes, ctx.rows, ctx.landing_rows = axes, operand.shape[0], landing.shape[0]
         ctx.set_materialize_grads(False)  # zeros that autograd makes belong to no rank
         ctx.save_for_backward(*sizes)
         ctx.save_for_forward(*sizes)
@@ -50,10 +50,11 @@ class RaggedAllToAll(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, operand: Tensor | None, output: Tensor | None, *_: None) -> Any:
-        given = operand if operand is not None else output
-        assert given is not None
-        if operand is None or output is None:
-            raise NotImplementedError(texts.both_tangents())
+        if operand is None:
+            assert output is not None
+            operand = output.new_zeros((ctx.rows, *output.shape[1:]))
+        if output is None:
+            output = operand.new_zeros((ctx.landing_rows, *operand.shape[1:]))
         return exchange_rows(ctx.axes, operand, output, ctx.saved_tensors)
 
     @staticmethod

@@ -52,6 +52,7 @@ class Region:
     outer: Region | None = None
     at_once: AtOnce | None = None  # where it runs at once instead of being traced
     entered: dict[Any, tuple[Any, Tensor]] = field(default_factory=dict)  # closed-over values, what stands for them
+    variables: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # the same, of derivatives taken inside
 
     @property
     def manual(self) -> dict[str, int]:

@@ -25,7 +25,7 @@ from vescale_fn.sharding.forms import Sizes
 from vescale_fn.sharding.layout import Partial, Ragged, Shard
 from vescale_fn.sharding.mesh import Mesh, MeshShape
 from vescale_fn.sharding.sizes import check_rank
-from vescale_fn.sharding.spec import Spec, SpecError, check_axes
+from vescale_fn.sharding.spec import Indivisible, Spec, SpecError, check_axes
 from vescale_fn.shardings import specs_for
 from vescale_fn.tracing import current_trace
 from vescale_fn.tree import flatten_with_paths, unflatten
@@ -227,6 +227,8 @@ class ShardMapped:
                 check_rank(spec, local)
                 shape = global_shape(str(sized), str(region.axes), local)
             layout = boundary_layout(str(sized), str(region.axes), shape)
+        except Indivisible as e:
+            raise SpecError(f"{what}: {e.fact} {texts.pad(e.fitting)}", e.text, e.at) from None
         except SpecError as e:
             raise e.within(what) from None
         for state in layout.states:

@@ -104,13 +104,6 @@ def batched_sizes() -> str:
     return "vf.ragged_all_to_all: offsets and sizes cannot be mapped by torch.vmap. Map the rows only, or loop."
 
 
-def both_tangents() -> str:
-    return (
-        "vf.ragged_all_to_all under torch.func.jvp needs tangents of operand and output. Pass torch.zeros_like(output) "
-        "for the one that does not move."
-    )
-
-
 def not_differentiable(kind: str, axes: str, source: Source) -> str:
     names = [pair.split("=")[0] for pair in axes.split(",")]
     return (
@@ -298,10 +291,18 @@ def unknown_keyword(name: str, keyword: str) -> str:
     return f"shard_map({name}) has no keyword {keyword}. It has mesh, in_specs, out_specs, axis_names and check_vma."
 
 
+def pad(fitting: int) -> str:
+    return (
+        f"Pad it to {fitting}, and mask what is added: the ranks of a region hold parts of one shape. "
+        "Or leave the axis to the solver (axis_names), which takes uneven shards."
+    )
+
+
 def uneven(name: str, path: str, spec: str) -> str:
     return (
         f"shard_map({name}): the spec '{spec}' of {path} cuts unevenly, and the ranks of a region hold parts of one "
-        "shape. Pad the dim to a multiple of the axis, or use vf.pjit, which takes uneven shards."
+        "shape. Pad the dim to a multiple of the ranks, and mask what is added; or leave the axis to the solver "
+        "(axis_names), which takes uneven shards."
     )
 
 
