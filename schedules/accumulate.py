@@ -63,15 +63,10 @@ class Accumulated(GradFunction):
     def _reduced(self, grads: Any, params: Any) -> Any:
         """`grads` where they are added up: where the optimizer wants them, else where the parameters live."""
 
-        def placed(g: Any, p: Any) -> Any:
-            at = None if g is None else sharding_of(p)
-            if at is None:
-                return g
-            if isinstance(self.optimizer, Zero):
-                at = self.optimizer.gradient(at, tuple(g.shape))
-            return reshard(g, str(at.spec))
-
-        return map_leaves(placed, grads, params)
+        (leaves, tree), at = flatten(grads), [None if p is None else sharding_of(p) for p in flatten(params)[0]]
+        if isinstance(self.optimizer, Zero):
+            at = [*self.optimizer.gradients(at, params)]
+        return unflatten(tree, [g if g is None or x is None else reshard(g, str(x.spec)) for g, x in zip(leaves, at)])
 
 
 def accumulate(

@@ -9,9 +9,8 @@ stage 1 where they are added up over microbatches, and P/n in stages 2 and 3.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,62 +20,64 @@ from vescale_fn.optim import Optimizer
 from vescale_fn.pjit import pjit
 from vescale_fn.placement import device_put
 from vescale_fn.primitives import reshard
+from vescale_fn.schedules.held import Held as Held
+from vescale_fn.schedules.held import held
 from vescale_fn.schedules.kinds import check_kind
-from vescale_fn.schedules.layouts import sharded_further
+from vescale_fn.schedules.layouts import owners, sharded_further
 from vescale_fn.schedules.mirror import mirrored
 from vescale_fn.sharding.mesh import Mesh
 from vescale_fn.shardings import NamedSharding, layouts_for
 from vescale_fn.tracing import ShapeDtype, sharding_of
-from vescale_fn.tree import flatten, flatten_with_paths, map_leaves, unflatten
+from vescale_fn.tree import flatten, flatten_with_paths, unflatten
 
 STAGES = (1, 2, 3)
-
-
-@dataclass(frozen=True)
-class Held:
-    """Bytes that the rank with most holds, by kind."""
-
-    parameters: int
-    gradients: int
-    state: int
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.state
+Places = Sequence[NamedSharding | None]  # of the leaves of the parameters
+Row = tuple[int | None, Any, NamedSharding | None]  # which parameter a tensor belongs to, the tensor, where it lives
 
 
 @dataclass(frozen=True)
 class Zero(Optimizer):
     """An optimizer whose state, and by `stage` gradients and parameters too, are sharded over `axis`."""
 
-    inner: Optimizer
-    axis: str
-    stage: int
+    inner: Optimizer = field(kw_only=True)
+    axis: str = field(kw_only=True)
+    stage: int = field(kw_only=True)
 
     def __repr__(self) -> str:
         return self.name
 
-    # ---- where things live, given where a parameter does
+    # ---- where things live, given where parameters do
 
-    def parameter(self, at: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-        """Where a parameter lives that the user puts `at`."""
-        at = self.inner.parameter(at, shape) if isinstance(self.inner, Zero) else at
-        return self._further(at, shape, from_stage=3)
+    def parameters(self, at: Places, params: Any) -> Places:
+        """Where the leaves of `params` live that the user puts `at`."""
+        at = self.inner.parameters(at, params) if isinstance(self.inner, Zero) else at
+        return self._further(at, params, from_stage=3)
 
-    def gradient(self, at: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-        """Where the gradient of a parameter lives that lives `at`."""
-        at = self.inner.gradient(at, shape) if isinstance(self.inner, Zero) else at
-        return self._further(at, shape, from_stage=2)
+    def gradients(self, at: Places, params: Any) -> Places:
+        """Where the gradients of the leaves of `params` live, which live `at`."""
+        at = self.inner.gradients(at, params) if isinstance(self.inner, Zero) else at
+        return self._further(at, params, from_stage=2)
 
-    def moment(self, at: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-        """Where the state of a parameter lives that lives `at`."""
-        at = self.inner.moment(at, shape) if isinstance(self.inner, Zero) else at
-        return self._further(at, shape, from_stage=1)
+    def moments(self, at: Places, params: Any) -> Places:
+        """Where the state of the leaves of `params` lives, which live `at`."""
+        at = self.inner.moments(at, params) if isinstance(self.inner, Zero) else at
+        return self._further(at, params, from_stage=1)
 
-    def _further(self, at: NamedSharding, shape: tuple[int, ...], from_stage: int) -> NamedSharding:
-        if self.axis not in at.mesh.shape:
-            raise ValueError(no_axis(self.axis, at.mesh))
-        return sharded_further(at, shape, self.axis) if self.stage >= from_stage else at
+    def _further(self, at: Places, params: Any, from_stage: int) -> Places:
+        mesh = next((x.mesh for x in at if x is not None), None)
+        if mesh is None:
+            return at
+        if self.axis not in mesh.shape:
+            raise ValueError(no_axis(self.axis, mesh))
+        if self.stage < from_stage:
+            return at
+        blocks, leaves = self.blocks(params), flatten(params)[0]
+        spread = [i for i, b in enumerate(blocks) if b is not None and b.work]
+        owner = dict(zip(spread, owners([b.work for b in blocks if b is not None and b.work], mesh.shape[self.axis])))
+        return [
+            None if x is None else sharded_further(x, tuple(p.shape), self.axis, blocks[i], owner.get(i))
+            for i, (x, p) in enumerate(zip(at, leaves))
+        ]
 
     @property
     def shards_gradients(self) -> bool:
@@ -92,7 +93,7 @@ class Zero(Optimizer):
         if mesh is None:
             return self.init_fn(params)
         described = self.init_fn(unflatten(tree, _described(leaves)))
-        moments = [None if p is None else self.moment(p.sharding, tuple(p.shape)) for p in leaves]
+        moments = self.moments([None if p is None else p.sharding for p in leaves], params)
         state, form = flatten(described)
         places = mirrored(described, params, moments, NamedSharding(mesh, "..."), self.inner.name)
         if mesh.kind == "abstract":
@@ -113,11 +114,12 @@ class Zero(Optimizer):
     def reduced(self, grads: Any, params: Any) -> Any:
         """`grads` where this optimizer wants them: from stage 2 on in shards. As they are where no mesh is known."""
 
-        def placed(g: Any, p: Any) -> Any:
-            at = None if g is None else sharding_of(p)
-            return g if at is None else reshard(g, str(self.gradient(at, tuple(g.shape)).spec))
-
-        return map_leaves(placed, grads, params) if self.shards_gradients else grads
+        if not self.shards_gradients:
+            return grads
+        (leaves, tree), of_params = flatten(grads), flatten(params)[0]
+        places = self.gradients([None if p is None else sharding_of(p) for p in of_params], params)
+        moved = [g if g is None or at is None else reshard(g, str(at.spec)) for g, at in zip(leaves, places)]
+        return unflatten(tree, moved)
 
     def table(self, params: Any, mesh: Mesh | None = None, specs: Any = None, **sizes: int) -> str:
         """For each parameter the specs of parameter, gradient and state, and the bytes of all three on a rank.
@@ -125,11 +127,14 @@ class Zero(Optimizer):
         params: Arrays that `place` gave, or tensors with the mesh and specs that `place` would get.
         """
         rows: list[tuple[str, ...]] = [("path", "shape", "parameter", "gradient", "state", "bytes per rank")]
-        for path, x, at in self._rows(params, mesh, specs, **sizes):
-            shape = tuple(x.shape)
-            places = (at, self.gradient(at, shape), self.moment(at, shape))
-            held = self._held([x], [at], numbers=False)
-            rows.append((path, str(list(shape)), *(f"'{p.spec}'" for p in places), f"{held.total:,}"))
+        paths, leaves, _ = flatten_with_paths(params)
+        columns = self._columns(params, mesh, specs, **sizes)
+        for i, (path, x) in enumerate(zip(paths, leaves)):
+            own = [[(y, at) for of, y, at in column if of == i] for column in columns]
+            if own[0]:
+                places = [next((at for y, at in column if y.shape == x.shape), None) for column in own]
+                texts = ("" if at is None else f"'{at.spec}'" for at in places)
+                rows.append((path, str(list(x.shape)), *texts, f"{held(*own).total:,}"))
         width = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
         return "\n".join(
             "  ".join([*(c.ljust(w) for c, w in zip(r[:-1], width)), r[-1].rjust(width[-1])]) for r in rows
@@ -137,8 +142,8 @@ class Zero(Optimizer):
 
     def held(self, params: Any, mesh: Mesh | None = None, specs: Any = None, **sizes: int) -> Held:
         """Bytes per rank of parameters, of gradients that are kept, and of the state; arguments as for `table`."""
-        rows = self._rows(params, mesh, specs, **sizes)
-        return self._held([x for _, x, _ in rows], [at for _, _, at in rows], numbers=True)
+        parameters, gradients, state = self._columns(params, mesh, specs, **sizes)
+        return held(*([(x, at) for _, x, at in column] for column in (parameters, gradients, state)))
 
     # ---- how
 
@@ -146,29 +151,25 @@ class Zero(Optimizer):
         leaves, tree = flatten(params)
         asked = layouts_for(specs, params, mesh, what="schedules.zero", **sizes)
         user = [NamedSharding(mesh, "..." if spec is None else spec) for _, spec in asked]
-        return unflatten(
-            tree, [None if x is None else self.parameter(at, tuple(x.shape)) for x, at in zip(leaves, user)]
-        )
+        return unflatten(tree, self.parameters([None if x is None else at for x, at in zip(leaves, user)], params))
 
-    def _rows(self, params: Any, mesh: Mesh | None, specs: Any, **sizes: int) -> list[tuple[str, Any, NamedSharding]]:
-        paths, leaves, _ = flatten_with_paths(params)
-        if mesh is None:
-            places = [sharding_of(x) for x in leaves]
-        else:
-            places = flatten(self._places(params, mesh, specs, **sizes))[0]
-        return [(p, x, at) for p, x, at in zip(paths, leaves, places) if at is not None]
-
-    def _held(self, leaves: Sequence[Any], places: Sequence[NamedSharding], numbers: bool) -> Held:
-        """`numbers`: whether to count what is in the state and mirrors no parameter."""
-        shapes = [tuple(x.shape) for x in leaves]
-        state = self.init_fn(_described(leaves))
-        moments = [self.moment(at, s) for at, s in zip(places, shapes)]
-        of_state = mirrored(state, list(leaves), moments, None, self.inner.name)
-        return Held(
-            sum(_nbytes(x, at) for x, at in zip(leaves, places)),
-            sum(_nbytes(x, self.gradient(at, s)) for x, at, s in zip(leaves, places, shapes)),
-            sum(_nbytes(x, at) for x, at in zip(flatten(state)[0], of_state) if x is not None and (at or numbers)),
+    def _columns(self, params: Any, mesh: Mesh | None, specs: Any, **sizes: int) -> list[list[Row]]:
+        """Parameters, gradients and state with what each of their tensors belongs to, and where it lives."""
+        leaves, tree = flatten(params)
+        at: Places = (
+            [sharding_of(x) for x in leaves] if mesh is None else flatten(self._places(params, mesh, specs, **sizes))[0]
         )
+        described = unflatten(tree, _described(leaves))
+        state = self.init_fn(described)
+        of = mirrored(state, described, range(len(leaves)), None, self.inner.name)
+        of_state = mirrored(state, described, self.moments(at, params), None, self.inner.name)
+        columns = [
+            zip(range(len(leaves)), leaves, at),
+            zip(range(len(leaves)), leaves, self.gradients(at, params)),
+            zip(of, flatten(state)[0], of_state),
+        ]
+        placed = [x is not None for x in at]
+        return [[(i, x, y) for i, x, y in c if x is not None and (i is None or placed[i])] for c in columns]
 
 
 def zero(optimizer: Optimizer, axis: str = "dp", *, stage: int) -> Zero:
@@ -204,19 +205,13 @@ def zero(optimizer: Optimizer, axis: str = "dp", *, stage: int) -> Zero:
         return optimizer.step_fn(made.reduced(grads, params), state, params, skip)
 
     name = f"zero({optimizer.name}, '{axis}', stage={stage})"
-    made = Zero(name, optimizer.init_fn, step, optimizer, axis, stage)
+    made = Zero(name, optimizer.init_fn, step, optimizer.blocks, inner=optimizer, axis=axis, stage=stage)
     return made
 
 
 def _described(leaves: Sequence[Any]) -> list[Any]:
     """The leaves as tensors without memory."""
     return [None if x is None else torch.empty(tuple(x.shape), dtype=x.dtype, device="meta") for x in leaves]
-
-
-def _nbytes(x: Any, at: NamedSharding | None) -> int:
-    """Bytes of x on the rank that holds most of it."""
-    shape = tuple(x.shape) if at is None else at.layout(tuple(x.shape)).max_local_shape
-    return math.prod(shape) * int(x.dtype.itemsize)
 
 
 def no_axis(axis: str, mesh: Mesh) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
-from vescale_fn.sharding.layout import CUTS, Layout, Ragged, Shard, State, chunk
+from vescale_fn.sharding.layout import CUTS, WHOLE, Layout, Ragged, Shard, State, chunk
 
 
 def reduced(units: Sequence[int]) -> tuple[int, ...]:
@@ -97,3 +98,42 @@ def owner(state: State) -> int | None:
     if isinstance(state, Ragged) and sum(map(bool, state.units)) == 1:
         return next(i for i, u in enumerate(state.units) if u)
     return None
+
+
+def coarsened(layout: Layout, shape: Sequence[int]) -> Layout:
+    """The layout of a tensor with one entry for each block of a tensor that has `layout`: cut where that is cut, and
+    whole along axes that cut through blocks.
+
+    shape: number of blocks in each dim, a divisor of the dim.
+
+    >>> from vescale_fn.sharding.mesh import MeshShape
+    >>> mesh = MeshShape(("dp", "tp"), (2, 4))
+    >>> print(coarsened(Layout.of(mesh, (24, 64), {"dp": Ragged(0, (1, 2)), "tp": Shard(1)}), (3, 2)))
+    [3, 2] {dp: ragged 0 [1, 2]}
+    >>> print(coarsened(Layout.of(mesh, (24, 64), {"dp": Ragged(0, (1, 2)), "tp": Shard(1)}), (2, 4)))
+    [2, 4] {tp: shard 1}
+    """
+    states = (_coarse(layout, axis, state, shape) for axis, state in zip(layout.mesh.names, layout.states))
+    return Layout.of(layout.mesh, shape, dict(zip(layout.mesh.names, states)))
+
+
+def _coarse(layout: Layout, axis: str, state: State, shape: Sequence[int]) -> State:
+    """The state of one axis, WHOLE where it cuts through blocks."""
+    if not isinstance(state, CUTS) or not math.prod(layout.shape):
+        return state
+    dims = range(state.dim, max(state.dim, state.last if isinstance(state, Ragged) else -1) + 1)
+    sides = [layout.shape[d] // shape[d] for d in dims]
+    if isinstance(state, Shard) and not state.uneven:
+        digit = layout.shape[state.dim] // (state.pre * layout.mesh[axis])
+        return WHOLE if digit % sides[0] else state
+    first = next((i for i, b in enumerate(sides) if b > 1), 0)
+    in_a_row = all(shape[d] == 1 for d in dims[first + 1 :])
+    nested = len(layout.shards(state.dim)) > 1
+    if nested or not in_a_row:
+        return WHOLE
+    block = math.prod(sides)
+    cuts = offsets(Layout.of(layout.mesh, layout.shape, {axis: state}), axis)
+    if any(c % block for c in cuts):
+        return WHOLE
+    units = [(b - a) // block for a, b in pairwise(cuts)]
+    return state_of_units(dims[0], units, math.prod(shape[d] for d in dims), dims[-1] if len(dims) > 1 else -1)

@@ -2,7 +2,8 @@
 
 `torch.ops.vescale_fn.fused_adam` and its like are functional: they return updated copies, params first, then each
 list of moments. `IN_PLACE` maps them to functions with the same signature that write into their operands instead,
-for steps whose state is donated. Both forms end in the aten kernel that `torch.optim` uses with `fused=True`.
+for steps whose state is donated. Both forms end in the aten kernel that `torch.optim` uses with `fused=True`, or in
+that of `vescale_fn.quantized`.
 `RULES` says how they may be sharded.
 
 Operands are lists with one tensor per parameter: params, grads, then the moments (a list that an algorithm does not
@@ -19,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_fn.sharding.rules.optimizer import list_update
+from vescale_fn.quantized import adamw8_
+from vescale_fn.sharding.rules.optimizer import blocks_update, list_update
 from vescale_fn.sharding.rules.registry import Entry
 
 Tensors = list[Tensor]
@@ -108,13 +110,23 @@ _SGD = (
     "(Tensor[] params, Tensor[] grads, Tensor[] momentum_buffers, Tensor step, {lr} lr, Tensor? skip, *, "
     "float momentum, float dampening, float weight_decay, bool nesterov, bool maximize) -> Tensor[]"
 )
-_ALGORITHMS: dict[str, tuple[str, Callable[..., Tensors]]] = {"adam": (_ADAM, adam_), "sgd": (_SGD, sgd_)}
+_ADAMW8 = (
+    "(Tensor[] params, Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_scales, Tensor[] exp_avg_sqs, Tensor[] "
+    "exp_avg_sq_scales, Tensor step, {lr} lr, Tensor? skip, *, float beta1, float beta2, float eps, float "
+    "weight_decay) -> Tensor[]"
+)
+_ALGORITHMS: dict[str, tuple[str, Callable[..., Tensors], Entry]] = {
+    "adam": (_ADAM, adam_, list_update),
+    "sgd": (_SGD, sgd_, list_update),
+    "adamw8": (_ADAMW8, adamw8_, blocks_update),
+}
 
 _LIBRARY: Any = torch.library.Library("vescale_fn", "FRAGMENT")  # type: ignore[no-untyped-call]
 UPDATES: dict[str, Any] = {}  # by the name of the algorithm
 IN_PLACE: dict[Any, Callable[..., Tensors]] = {}
+RULES: dict[Any, Entry] = {}
 
-for _name, (_schema, _in_place) in _ALGORITHMS.items():
+for _name, (_schema, _in_place, _rule) in _ALGORITHMS.items():
     for _overload, _lr in (("", "float"), (".tensor_lr", "Tensor")):
         _full = f"fused_{_name}{_overload}"
         _LIBRARY.define(_full + _schema.format(lr=_lr))
@@ -122,5 +134,4 @@ for _name, (_schema, _in_place) in _ALGORITHMS.items():
         torch.library.register_fake(f"vescale_fn::{_full}", _fake, lib=_LIBRARY)
     UPDATES[_name] = getattr(torch.ops.vescale_fn, f"fused_{_name}")
     IN_PLACE |= {UPDATES[_name].default: _in_place, UPDATES[_name].tensor_lr: _in_place}
-
-RULES: dict[Any, Entry] = dict.fromkeys(IN_PLACE, list_update)
+    RULES |= {UPDATES[_name].default: _rule, UPDATES[_name].tensor_lr: _rule}

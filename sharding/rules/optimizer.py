@@ -27,3 +27,23 @@ def list_update(eqn: Eqn) -> Rule:
             operands.append(())
     results = letters * (len(eqn.outs) // max(len(params), 1))
     return replace(make_rule(operands, results, sizes), apart=True, merges="alike")
+
+
+def blocks_update(eqn: Eqn) -> Rule:
+    """The rule of `update(params, grads, codes, scales, codes, scales, *scalars)`, which returns all lists but that of
+    gradients. Scales have one entry for each block of a parameter, and nobody holds part of a block."""
+    params, _, _, scales, *_ = eqn.args
+    whole: list[Dims] = []  # of tensors like the parameters
+    coarse: list[Dims] = []  # of scales
+    sizes: dict[str, int] = {}
+    for i, (param, scale) in enumerate(zip(params, scales)):
+        blocks = [f"p{i}d{d}" for d in range(len(param.shape))]
+        sizes |= dict(zip(blocks, scale.shape))
+        sizes |= {f"{x}in": size // max(n, 1) for x, size, n in zip(blocks, param.shape, scale.shape)}
+        whole.append(tuple((x, f"{x}in") for x in blocks))
+        coarse.append(tuple((x,) for x in blocks))
+    scalars: list[Dims] = [() for a in eqn.args if isinstance(a, Var) and a.is_tensor]
+    moments = [*whole, *coarse, *whole, *coarse]
+    inside = [x for x in sizes if x.endswith("in")]
+    rule = make_rule([*whole, *whole, *moments, *scalars], [*whole, *moments], sizes, whole=inside)
+    return replace(rule, apart=True)

@@ -13,6 +13,7 @@ alone.
 from vescale_fn.optim.adafactor import adafactor as adafactor
 from vescale_fn.optim.adam import adam as adam
 from vescale_fn.optim.adam import adamw as adamw
+from vescale_fn.optim.adamw8bit import adamw8bit as adamw8bit
 from vescale_fn.optim.clip import clip_by_global_norm as clip_by_global_norm
 from vescale_fn.optim.clip import clip_by_value as clip_by_value
 from vescale_fn.optim.clip import clip_norm as clip_norm

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from vescale_fn.optim import checks
 from vescale_fn.optim.masks import Mask, chosen
-from vescale_fn.optim.optimizer import Optimizer, State, Tree
+from vescale_fn.optim.optimizer import Block, Optimizer, State, Tree
 from vescale_fn.optim.schedules import Rate, rate_at
-from vescale_fn.tree import flatten_with_paths, unflatten
+from vescale_fn.tree import flatten, flatten_with_paths, unflatten
 
 Moments = dict[str, Tensor]  # of one parameter, by name
 
@@ -65,6 +65,7 @@ class Algorithm:
     mask: which parameters have weight decay.
     skips: `update` heeds `Now.skip` itself.
     admits: raises for a parameter, known by its path, that the algorithm cannot train.
+    block: what of a parameter of a shape is updated together; None for any part.
     """
 
     name: str
@@ -75,9 +76,13 @@ class Algorithm:
     mask: Mask = None
     skips: bool = False
     admits: Callable[[str, Tensor], None] = lambda path, param: None
+    block: Callable[[tuple[int, ...]], Block | None] = lambda shape: None
 
     def optimizer(self) -> Optimizer:
-        return Optimizer(self.name, self.init, self.step)
+        return Optimizer(self.name, self.init, self.step, self.blocks)
+
+    def blocks(self, params: Tree) -> list[Block | None]:
+        return [None if p is None else self.block(tuple(p.shape)) for p in flatten(params)[0]]
 
     def init(self, params: Tree) -> State:
         paths, leaves, tree = flatten_with_paths(params)

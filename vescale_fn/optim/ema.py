@@ -46,7 +46,7 @@ def ema(decay: float = 0.999, entry: str = "ema") -> Transform:
             ]
             return params, {**rest, entry: unflatten(tree, new)}
 
-        return Optimizer(name, init, step)
+        return Optimizer(name, init, step, opt.blocks)
 
     return Transform(name, wrap)
 

@@ -34,7 +34,7 @@ def skip_nonfinite() -> Transform:
             params, rest = opt.step_fn(grads, rest, params, _either(skip, found))
             return params, {**rest, "skipped": unless(skip, skipped, skipped + found)}
 
-        return Optimizer(name, init, step)
+        return Optimizer(name, init, step, opt.blocks)
 
     return Transform(name, wrap)
 
@@ -87,7 +87,10 @@ def loss_scale(
             new = {k: unless(skip, own[k], x) for k, x in adjusted(own, found).items()}
             return params, {**rest, "loss_scale": new}
 
-        return Optimizer(name, lambda params: with_entry(name, opt.init_fn(params), "loss_scale", begin(params)), step)
+        def first(params: Tree) -> State:
+            return with_entry(name, opt.init_fn(params), "loss_scale", begin(params))
+
+        return Optimizer(name, first, step, opt.blocks)
 
     return Transform(name, wrap)
 

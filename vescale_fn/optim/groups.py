@@ -10,9 +10,9 @@ from torch import Tensor
 from vescale_fn.errors import one_line
 from vescale_fn.optim import checks
 from vescale_fn.optim.masks import check_globs
-from vescale_fn.optim.optimizer import Optimizer, State, Tree
+from vescale_fn.optim.optimizer import Block, Optimizer, State, Tree
 from vescale_fn.shardings import five, matches
-from vescale_fn.tree import flatten_with_paths, unflatten
+from vescale_fn.tree import flatten, flatten_with_paths, unflatten
 
 
 def groups(table: Mapping[str, Optimizer | None]) -> Optimizer:
@@ -45,7 +45,14 @@ def groups(table: Mapping[str, Optimizer | None]) -> Optimizer:
                 new = _merged(new, updated)
         return new, states
 
-    return Optimizer(name, init, step)
+    def blocks(params: Tree) -> list[Block | None]:
+        found: list[Block | None] = [None] * len(flatten(params)[0])
+        for g, part in _parts(params, params, table).items():
+            if g in trained:
+                found = [a or b for a, b in zip(found, trained[g].blocks(part))]
+        return found
+
+    return Optimizer(name, init, step, blocks)
 
 
 def _parts(tree: Tree, params: Tree, table: Mapping[str, Any]) -> dict[str, Tree]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vescale_fn.array import Array
 from vescale_fn.pjit import pjit
-from vescale_fn.sharding.layout import WHOLE, Layout, cut_dims
+from vescale_fn.sharding.ragged import coarsened
 from vescale_fn.sharding.unbind import spec_of
 from vescale_fn.shardings import NamedSharding
 from vescale_fn.tree import flatten, map_leaves, unflatten
@@ -22,11 +22,29 @@ State = dict[str, Tree]
 
 
 @dataclass(frozen=True)
+class Block:
+    """What of a parameter is updated together, so that a rank holds all of its state or none.
+
+    shape: of a block; each dim divides that of the parameter. work: operations that the update of one takes, for blocks
+    that are whole parameters and are each updated by one rank; 0 for those that any rank may update.
+    """
+
+    shape: tuple[int, ...]
+    work: float = 0.0
+
+
+def no_blocks(params: Tree) -> list[Block | None]:
+    """Of an optimizer that updates each element by itself."""
+    return [None] * len(flatten(params)[0])
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """A pair of pure functions: `init(params) -> state` and `step(grads, state, params) -> (params, state)`.
 
     init_fn, step_fn: the two on plain tensors; step_fn(grads, state, params, skip) changes nothing where `skip`, a 0-d
-    bool tensor, is true (None: never). The methods take Arrays too.
+    bool tensor, is true (None: never). The methods take Arrays too. blocks: for each parameter what of it is updated
+    together, None for any part of it.
 
     >>> from vescale_fn.optim import sgd
     >>> opt = sgd(lr=0.5)
@@ -38,6 +56,7 @@ class Optimizer:
     name: str
     init_fn: Callable[[Tree], State]
     step_fn: Callable[[Tree, State, Tree, Tensor | None], tuple[Tree, State]]
+    blocks: Callable[[Tree], Sequence[Block | None]] = no_blocks
 
     def init(self, params: Tree) -> State:
         """The state before the first update. State of Arrays is born where they live: no rank holds a whole one."""
@@ -89,14 +108,22 @@ def state_shardings(state: Tree, params: Tree) -> Tree:
 
 
 def _sharding_like(x: Any, param: Any) -> Any:
-    """The sharding of a parameter, for a tensor of its shape; dims of which x has only one entry are whole."""
+    """The sharding of a parameter, for a tensor that has its shape or one entry for each of its blocks."""
     if x is None or not isinstance(param, Array):
         return None if x is None else "..."
-    layout: Layout = param.layout
-    if tuple(x.shape) == layout.shape:
-        return param.sharding
-    if x.ndim != layout.ndim or any(a not in (1, b) for a, b in zip(x.shape, layout.shape)):
-        return "..."
-    gone = [d for d, (a, b) in enumerate(zip(x.shape, layout.shape)) if a != b]
-    states = {axis: WHOLE if cut_dims(s) & {*gone} else s for axis, s in zip(layout.mesh.names, layout.states)}
-    return NamedSharding(param.mesh, str(spec_of(Layout.of(layout.mesh, tuple(x.shape), states))))
+    return sharding_of_blocks(param.sharding, param.shape, tuple(x.shape)) if mirrors(x, param) else "..."
+
+
+def mirrors(x: Any, param: Any) -> bool:
+    """Whether x has the shape of a parameter, or one entry for each of its blocks, which all have the same shape."""
+    if not hasattr(x, "shape") or not hasattr(param, "shape") or len(x.shape) != len(param.shape):
+        return False
+    return all(a == b or (a and b % a == 0) for a, b in zip(x.shape, param.shape))
+
+
+def sharding_of_blocks(at: NamedSharding, shape: Sequence[int], blocks: Sequence[int]) -> NamedSharding:
+    """Where a tensor with so many `blocks` in each dim lives, whose blocks those of a tensor of `shape` are that lives
+    `at`: cut where that is cut between blocks, whole along axes that cut through them."""
+    if tuple(shape) == tuple(blocks):
+        return at
+    return NamedSharding(at.mesh, str(spec_of(coarsened(at.layout(shape), blocks))))

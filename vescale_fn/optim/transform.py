@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from vescale_fn.errors import one_line
 from vescale_fn.optim.optimizer import Optimizer, State, Tree
 
@@ -54,7 +56,7 @@ def chain(*parts: Transform | Optimizer) -> Optimizer:
     if transforms:
         inner = name.removeprefix("chain(").removesuffix(")") if name.startswith("chain(") else name
         name = f"chain({one_line([*transforms, inner])})"
-    return Optimizer(name, opt.init_fn, opt.step_fn)
+    return Optimizer(name, opt.init_fn, opt.step_fn, opt.blocks)
 
 
 def _kind(part: Any) -> str:
@@ -65,7 +67,10 @@ def of_gradients(name: str, change: Callable[[Tree], Tree]) -> Transform:
     """The transform whose optimizer sees changed gradients."""
 
     def wrap(opt: Optimizer) -> Optimizer:
-        return Optimizer(name, opt.init_fn, lambda g, state, p, skip: opt.step_fn(change(g), state, p, skip))
+        def step(grads: Tree, state: State, params: Tree, skip: Tensor | None) -> tuple[Tree, State]:
+            return opt.step_fn(change(grads), state, params, skip)
+
+        return Optimizer(name, opt.init_fn, step, opt.blocks)
 
     return Transform(name, wrap)
 
