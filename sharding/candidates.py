@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from vescale_fn.sharding.layout import WHOLE, Kind, Partial, Ragged, Shard, State
+from vescale_fn.sharding.ragged import chunked, reduced
 from vescale_fn.sharding.rules.rule import Dims, Rule
 from vescale_fn.sharding.runs import may_merge, run_of, state_of_run
 
@@ -52,12 +53,19 @@ def strategy_for(rule: Rule, slot: int, state: State, n: int) -> Strategy | None
     >>> view = parse_rule("(b t) d -> b t d", ([(12, 5)], [(3, 4, 5)]))
     >>> print(strategy_for(view, 1, Shard(1), 2))
     shard 0 pre 3 -> shard 1
+    >>> pairs = parse_rule("(b !t) d -> b d", ([(10, 5)], [(5, 5)]))
+    >>> print(strategy_for(pairs, 0, Shard(0, uneven=10), 4))  # 3, 3, 3 and 1 of 10 rows
+    None
+    >>> print(strategy_for(pairs, 0, Shard(0, uneven=10), 3))  # 4, 4 and 2
+    shard 0~ -> shard 0~
     """
     if isinstance(state, Ragged):
-        return _in_units(rule, slot, state)
+        return _in_units(rule, slot, state, state.units)
     if not isinstance(state, Shard):
         return None
     letter, inner = _cut_letter(rule, (*rule.operands, *rule.results)[slot], state, n)
+    if not letter and state.uneven and state.pre == 1:  # cut between its digits all the same, perhaps
+        return _in_units(rule, slot, state, reduced(chunked(state.uneven, n)))
     if not letter or letter in rule.whole:
         return None
     operands = [_placed(rule, dims, letter, inner, state.uneven) for dims in rule.operands]
@@ -82,8 +90,9 @@ def _with_pending(
     )
 
 
-def _in_units(rule: Rule, slot: int, state: Ragged) -> Strategy | None:
-    """The strategy in which the tensor at `slot` is cut in units: everything that has the same letters in one run is.
+def _in_units(rule: Rule, slot: int, state: Shard | Ragged, units: tuple[int, ...]) -> Strategy | None:
+    """The strategy in which the tensor at `slot` is cut in units, which is what `state` does: everything that has the
+    same letters in one run is.
 
     >>> from vescale_fn.sharding.rules.registry import parse_rule
     >>> mm = parse_rule("m k, k n -> m n", ([(8, 6), (6, 4)], [(8, 4)]))
@@ -91,10 +100,10 @@ def _in_units(rule: Rule, slot: int, state: Ragged) -> Strategy | None:
     ragged 0 [1, 3], whole -> ragged 0 [1, 3]
     """
     tensors = (*rule.operands, *rule.results)
-    run = run_of(rule, tensors[slot], state)
+    run = run_of(rule, tensors[slot], state if isinstance(state, Ragged) else Ragged(state.dim, units))
     if run is None or not rule.whole.isdisjoint(run):
         return None
-    states = [state if dims == tensors[slot] else state_of_run(rule, dims, run, state.units) for dims in tensors]
+    states = [state if dims == tensors[slot] else state_of_run(rule, dims, run, units) for dims in tensors]
     kinds, n = {rule.reduces.get(letter, "sum") for letter in run} or {"sum"}, len(rule.operands)
     if not may_merge(rule, states) or len(kinds) > 1 or (not run and WHOLE in states[n:]):
         return None
