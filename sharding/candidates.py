@@ -63,8 +63,11 @@ def strategy_for(rule: Rule, slot: int, state: State, n: int) -> Strategy | None
         return _in_units(rule, slot, state, state.units)
     if not isinstance(state, Shard):
         return None
-    letter, inner = _cut_letter(rule, (*rule.operands, *rule.results)[slot], state, n)
-    if not letter and state.uneven and state.pre == 1:  # cut between its digits all the same, perhaps
+    dims = (*rule.operands, *rule.results)[slot]
+    letter, inner = _cut_letter(rule, dims, state, n)
+    if (
+        not letter and state.uneven and state.pre == 1 and dims[state.dim]
+    ):  # perhaps it cuts between digits all the same
         return _in_units(rule, slot, state, reduced(chunked(state.uneven, n)))
     if not letter or letter in rule.whole:
         return None
