@@ -83,6 +83,11 @@ def owned(layout: Layout, axis: str, rank: int) -> Layout:
     return alone.with_state(axis, state_of_units(0, owned_by(rank, layout.mesh[axis]), layout.shape[0]))
 
 
+def undone(layout: Layout, wider: Layout) -> bool:
+    """Whether an axis that cuts `layout` cuts `wider` otherwise."""
+    return any(isinstance(a, CUTS) and a != b for a, b in zip(layout.states, wider.states))
+
+
 def _below(layout: Layout, dim: int) -> int:
     """How many pieces of `dim` lie above a digit that comes after all that cut it."""
     return max((s.pre * layout.mesh[a] for a, s in layout.shards(dim)), default=1)

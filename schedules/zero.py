@@ -23,7 +23,7 @@ from vescale_fn.primitives import reshard
 from vescale_fn.schedules.held import Held as Held
 from vescale_fn.schedules.held import held
 from vescale_fn.schedules.kinds import check_kind
-from vescale_fn.schedules.layouts import owners, sharded_further
+from vescale_fn.schedules.layouts import owners, sharded_further, undone
 from vescale_fn.schedules.mirror import mirrored
 from vescale_fn.sharding.mesh import Mesh
 from vescale_fn.shardings import NamedSharding, layouts_for
@@ -51,7 +51,7 @@ class Zero(Optimizer):
     def parameters(self, at: Places, params: Any) -> Places:
         """Where the leaves of `params` live that the user puts `at`."""
         at = self.inner.parameters(at, params) if isinstance(self.inner, Zero) else at
-        return self._further(at, params, from_stage=3)
+        return self._further(at, params, from_stage=3, keep_cuts=True)
 
     def gradients(self, at: Places, params: Any) -> Places:
         """Where the gradients of the leaves of `params` live, which live `at`."""
@@ -63,7 +63,8 @@ class Zero(Optimizer):
         at = self.inner.moments(at, params) if isinstance(self.inner, Zero) else at
         return self._further(at, params, from_stage=1)
 
-    def _further(self, at: Places, params: Any, from_stage: int) -> Places:
+    def _further(self, at: Places, params: Any, from_stage: int, keep_cuts: bool = False) -> Places:
+        """`keep_cuts`: where blocks would undo a cut of the user's, the tensor is cut as if there were none."""
         mesh = next((x.mesh for x in at if x is not None), None)
         if mesh is None:
             return at
@@ -74,10 +75,13 @@ class Zero(Optimizer):
         blocks, leaves = self.blocks(params), flatten(params)[0]
         spread = [i for i, b in enumerate(blocks) if b is not None and b.work]
         owner = dict(zip(spread, owners([b.work for b in blocks if b is not None and b.work], mesh.shape[self.axis])))
-        return [
-            None if x is None else sharded_further(x, tuple(p.shape), self.axis, blocks[i], owner.get(i))
-            for i, (x, p) in enumerate(zip(at, leaves))
-        ]
+
+        def further(i: int, x: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+            found = sharded_further(x, shape, self.axis, blocks[i], owner.get(i))
+            lost = keep_cuts and undone(x.layout(shape), found.layout(shape))
+            return sharded_further(x, shape, self.axis) if lost else found
+
+        return [None if x is None else further(i, x, tuple(p.shape)) for i, (x, p) in enumerate(zip(at, leaves))]
 
     @property
     def shards_gradients(self) -> bool:
@@ -179,6 +183,8 @@ def zero(optimizer: Optimizer, axis: str = "dp", *, stage: int) -> Zero:
     written as with any optimizer, and runs without a mesh as if the transform were not there. Around another `zero` on
     another axis it shards what that leaves: `zero(zero(opt, "fsdp", stage=3), "dp", stage=1)` shards parameters inside
     a node, and the state further over the nodes that hold copies.
+    What the optimizer updates in blocks (`adamw8bit`) is cut between blocks, and a matrix that it updates as a whole
+    (`muon`) has one rank as its owner, so that the work is spread evenly: updates never communicate.
     Raises ValueError for a stage that does not exist, TypeError when `optimizer` is none, and where they are used
     ValueError for an axis that the mesh does not have and state that does not mirror the parameters.
 

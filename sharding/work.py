@@ -29,6 +29,7 @@ HEAVY = frozenset(
         *f"{_PRODUCTS} {_LOOKUPS}".split(),
         "convolution_backward",
         "embedding_dense_backward",
+        "orthogonal",
         *(f"_scaled_dot_product_{kind}{way}" for kind in _ATTENTION for way in ("", "_backward")),
     )
 )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,12 @@ from torch.func import grad
 
 import vescale_fn as vf
 from vescale_fn import optim, schedules
+from vescale_fn.orthogonal import ORTHOGONAL, work
 from vescale_fn.quantized import signed_code, signed_value, unsigned_code, unsigned_value
+from vescale_fn.schedules.layouts import owners
+from vescale_fn.sharding.graph import equations
+from vescale_fn.sharding.layout import Ragged
+from vescale_fn.sharding.ragged import owned_by
 from vescale_fn.tree import flatten, map_leaves
 
 F32, F64 = torch.float32, torch.float64
@@ -224,3 +230,94 @@ def test_state_of_another_block_size_is_refused() -> None:
         "of w is f32[32, 1], but it needs one of shape [16, 1]. Start with opt.init(params), or go on with the "
         "optimizer and the parameters that this state was made for."
     )
+
+
+# ---- Muon
+
+MATRICES = {
+    "up": normal(64, 96),
+    "bias": normal(96),
+    "down": normal(96, 64),
+    "mid": normal(64, 64),
+    "low": normal(8, 64),
+}
+MUON = optim.groups({"bias": optim.sgd(lr=0.1), "*": optim.muon(lr=0.05)})
+
+
+def deep_loss(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (torch.tanh(x @ p["up"] + p["bias"]) @ p["down"] @ p["mid"] @ p["low"].t() - y).square().mean()
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_each_matrix_goes_to_its_owner_and_comes_back(stage: int, n: int) -> None:
+    """Gradients meet where their matrix is made orthogonal, parameters are gathered from there; no more is sent."""
+    opt, m = schedules.zero(MUON, "dp", stage=stage), vf.make_mesh(dp=n)
+    params, state = opt.place(MATRICES, m)
+    arrays = vf.device_put((normal(24, 64), normal(24, 8)), "b/dp _", m)
+
+    def step(params: Any, state: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return opt.step(grad(deep_loss)(params, x, y), state, params)
+
+    low = vf.pjit(step, donate_argnums=(0, 1)).lower(params, state, *arrays)
+    found = Counter((c.kind, c.phase == "update") for c in low.collectives for _ in range(c.operands))
+    vectors = {("all_reduce", False): 1} if stage == 1 else {("reduce_scatter", False): 1}  # that of the bias
+    gathered = 4 + (stage > 1)
+    expected = Counter({("reduce_scatter", False): 4, ("all_gather", stage < 3): gathered}) + Counter(vectors)
+    assert found == expected
+    nodes = [e for e in equations(low.program.graph) if e.op is ORTHOGONAL]
+    assert len(nodes) == 4
+    held = [p.shape for p in MATRICES.values() if p.ndim == 2]
+    owner = owners([work(*s, 5) for s in held], n)
+    assert [low.program.layouts[e.outs[0]]["dp"] for e in nodes] == [Ragged(0, owned_by(r, n)) for r in owner]
+
+
+def test_owners_run_what_one_device_runs() -> None:
+    """A whole matrix on one rank: bfloat16 products in the same order, hence the same bits, and nothing is sent."""
+    opt, m = optim.muon(lr=0.05), vf.make_mesh(dp=3)
+    params = {k: w.float() for k, w in MATRICES.items() if w.ndim == 2}
+    grads = {k: w.cos() for k, w in params.items()}
+    specs = {k: f"a~@{i % 3}/dp b" for i, k in enumerate(params)}
+    p, g = vf.device_put((params, grads), (specs, specs), m)
+    state = opt.init(p)
+    assert kinds(opt.step, g, state, p) == []
+    plain, wanted = params, opt.init(params)
+    for _ in range(3):
+        p, state = opt.step(g, state, p)
+        plain, wanted = opt.step(grads, wanted, plain)
+    assert all(map(torch.equal, flatten(map_leaves(lambda a: a.full(), [p, state]))[0], flatten([plain, wanted])[0]))
+
+
+def longest(works: Sequence[float], by: Sequence[int]) -> float:
+    """What the rank with most has to do."""
+    done = Counter[int]()
+    for w, rank in zip(works, by, strict=True):
+        done[rank] += w
+    return max(done.values(), default=0.0)
+
+
+@given(st.lists(st.integers(0, 100), max_size=6), st.integers(1, 3))
+def test_no_rank_has_more_than_a_third_more_to_do_than_it_must(works: list[int], n: int) -> None:
+    best = min(longest(works, by) for by in itertools.product(range(n), repeat=len(works)))
+    assert longest(works, owners(works, n)) <= (4 - 1 / n) / 3 * best + 1e-9
+
+
+def test_the_work_of_a_model_is_spread_evenly() -> None:
+    """Llama-3-8B on 64 ranks: none has a tenth more to do than the mean."""
+    layer = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 3
+    works = [work(*s, 5) for s in layer * 32]
+    assert longest(works, owners(works, 64)) < 1.1 * sum(works) / 64
+
+
+def test_tensor_parallel_parameters_keep_their_cuts() -> None:
+    """The state of a matrix has one owner whatever cuts the matrix; a parameter is never gathered for it."""
+    opt = schedules.zero(MUON, "dp", stage=3)
+    specs = vf.rules({"up": "d f/tp", "bias": "f/tp", "*": "..."})
+    assert opt.table(MATRICES, vf.make_mesh(dp=2, tp=2), specs).splitlines() == [
+        "path  shape     parameter    gradient     state        bytes per rank",
+        "up    [64, 96]  'd/dp f/tp'  'd~@0/dp f'  'd~@0/dp f'         110,592",
+        "bias  [96]      'f/(tp dp)'  'f/(tp dp)'                          384",
+        "down  [96, 64]  'a~@1/dp b'  'a~@1/dp b'  'a~@1/dp b'         147,456",
+        "mid   [64, 64]  'a~@0/dp b'  'a~@0/dp b'  'a~@0/dp b'          98,304",
+        "low   [8, 64]   'a~@1/dp b'  'a~@1/dp b'  'a~@1/dp b'          12,288",
+    ]

@@ -67,6 +67,7 @@ OPTIMIZERS: dict[str, optim.Optimizer] = {
     "frozen": optim.groups({"bias": None, "*": optim.adamw(lr=0.02)}),
     "clipped": optim.chain(optim.clip_norm(0.1), optim.adamw(lr=0.02)),
     "adafactor": optim.adafactor(lr=0.02),
+    "adamw8bit": optim.adamw8bit(lr=0.02, block=24),
 }
 AXES = {
     "stage": [1, 2, 3],

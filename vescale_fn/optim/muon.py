@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +14,9 @@ from vescale_fn.errors import one_line
 from vescale_fn.optim import checks
 from vescale_fn.optim.algorithm import Algorithm, Moments, Now, Slot, one_by_one
 from vescale_fn.optim.masks import Mask
-from vescale_fn.optim.optimizer import Optimizer
+from vescale_fn.optim.optimizer import Block, Optimizer
 from vescale_fn.optim.schedules import Rate, rate_text
+from vescale_fn.orthogonal import ORTHOGONAL, work
 
 # How much larger the step of a matrix with so many rows and columns is than lr.
 _ADJUST: Mapping[str | None, Callable[[int, int], float]] = {
@@ -39,7 +41,8 @@ def muon(
 ) -> Optimizer:
     """Muon, with the arguments of torch.optim.Muon; `lr` and `decay` as for `adamw`. Decoupled weight decay.
 
-    precision: in which directions are made orthogonal.
+    precision: in which directions are made orthogonal. That takes whole matrices: on a mesh every rank gathers and
+        makes all of them, unless `schedules.zero` gives each to one rank, so that all have as much to do.
     Raises ValueError for a parameter that is no matrix: train those with another optimizer, see `groups`.
     Jordan, https://kellerjordan.github.io/posts/muon/; Liu et al., https://arxiv.org/abs/2502.16982.
     """
@@ -47,8 +50,8 @@ def muon(
     if adjust_lr_fn not in _ADJUST:
         known = one_line([repr(k) for k in _ADJUST])
         raise ValueError(f"muon: adjust_lr_fn={adjust_lr_fn!r} is not known. It must be one of {known}.")
-    orthogonal = Orthogonal(ns_coefficients, ns_steps, eps, precision)
-    update = _Update(weight_decay, momentum, nesterov, orthogonal, _ADJUST[adjust_lr_fn])
+    settings = (list(ns_coefficients), ns_steps, eps, precision)
+    update = _Update(weight_decay, momentum, nesterov, settings, _ADJUST[adjust_lr_fn])
     name = f"muon(lr={rate_text(lr)}, weight_decay={weight_decay}, momentum={momentum})"
     slots = ("momentum_buffer",)
     return Algorithm(
@@ -59,6 +62,7 @@ def muon(
         one_by_one(update),
         decay,
         admits=_matrix,
+        block=lambda shape: Block(shape, work(*shape, ns_steps)) if len(shape) == 2 else None,
     ).optimizer()
 
 
@@ -71,38 +75,17 @@ def _matrix(path: str, param: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Orthogonal:
-    """The nearest matrix with orthonormal rows (or columns, if they are fewer), roughly: a few Newton-Schulz steps
-    x <- a x + (b x x' + c (x x')^2) x, from x of norm 1."""
-
-    coefficients: tuple[float, float, float]
-    steps: int
-    eps: float
-    dtype: torch.dtype
-
-    def __call__(self, matrix: Tensor) -> Tensor:
-        a, b, c = self.coefficients
-        tall = matrix.shape[0] > matrix.shape[1]
-        x = matrix.to(self.dtype)
-        x = x.mT if tall else x
-        x = x / x.norm().clamp(min=self.eps)
-        for _ in range(self.steps):
-            gram = x @ x.mT
-            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-        return x.mT if tall else x
-
-
-@dataclass(frozen=True)
 class _Update:
     weight_decay: float
     momentum: float
     nesterov: bool
-    orthogonal: Orthogonal
+    orthogonal: tuple[Any, ...]  # the settings of ORTHOGONAL
     adjust: Callable[[int, int], float]
 
     def __call__(self, param: Tensor, grad: Tensor, moments: Moments, now: Now) -> tuple[Tensor, Moments]:
         average = moments["momentum_buffer"].lerp(grad, 1 - self.momentum)
-        direction = self.orthogonal(grad.lerp(average, self.momentum) if self.nesterov else average)
+        direction = grad.lerp(average, self.momentum) if self.nesterov else average
+        direction = ORTHOGONAL(direction, *self.orthogonal)
         lr = now.lr * self.adjust(*param.shape)
         if self.weight_decay and now.decays:
             param = param * (1 - now.lr * self.weight_decay)
