@@ -5,6 +5,7 @@ They are plain function transforms: what they make runs with and without a mesh,
 
 from vescale_fn.schedules.accumulate import accumulate as accumulate
 from vescale_fn.schedules.gradient import grad_and_value as grad_and_value
+from vescale_fn.schedules.offload import offload as offload
 from vescale_fn.schedules.packing import Packing as Packing
 from vescale_fn.schedules.packing import pack as pack
 from vescale_fn.schedules.pipeline import pipeline as pipeline

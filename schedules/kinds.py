@@ -24,7 +24,7 @@ Kind = Literal["loss", "gradient function", "optimizer", "step"]
 TRANSFORMS: Mapping[Kind, tuple[str, ...]] = {
     "loss": ("schedules.remat", "schedules.mixed_precision"),
     "gradient function": ("schedules.accumulate",),
-    "optimizer": ("schedules.zero",),
+    "optimizer": ("schedules.zero", "schedules.offload"),
     "step": ("vf.pjit",),
 }
 

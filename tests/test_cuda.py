@@ -63,3 +63,15 @@ def test_the_main_job_takes_its_gpu_from_local_rank() -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "held-out loss" in done.stdout
+
+
+def test_offloaded_state_lies_in_pinned_memory() -> None:
+    mesh, ones = vf.make_mesh(dp=2, device="cuda"), torch.ones(64, 64, device="cuda")
+    opt = vf.schedules.zero(vf.schedules.offload(vf.optim.adamw()), "dp", stage=1)
+    params, state = opt.place({"w": ones}, mesh)
+    plain, wanted = {"w": ones}, vf.optim.adamw().init({"w": ones})
+    for _ in range(2):
+        assert all(s.data.is_pinned() for s in state["exp_avg"]["w"].addressable_shards)
+        params, state = opt.step(vf.device_put({"w": ones}, "...", mesh), state, params)
+        plain, wanted = vf.optim.adamw().step({"w": ones}, wanted, plain)
+    assert torch.equal(params["w"].full(), plain["w"])

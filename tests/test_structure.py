@@ -16,7 +16,8 @@ LAYERS = {
     "trace": "tracing trace trace_errors trace_modes indexing ambient source functional strided effects fx_graph "
     "dead_code interpret decompositions decompositions_norm remat cast primitives debug debug_print subprogram form "
     "loop split halves stage random regions",
-    "partition": "regions.lower decompose quantized orthogonal fused register local_ops local_print localize partition",
+    "partition": "regions.lower decompose quantized orthogonal host fused register local_ops local_print localize "
+    "partition",
     "optimize": "liveness nonfinite passes",
     "run": "site actions codegen engines text cost_report memory export inline inductor",
     "step": "arguments variety continuation request lowered lowering plan_cache placement loaded verify audit pjit "

@@ -14,6 +14,7 @@ import torch
 from vescale_fn.codegen import generate
 from vescale_fn.engines.standalone import main
 from vescale_fn.fused import IN_PLACE, functional
+from vescale_fn.host import KERNELS as HOST_KERNELS
 from vescale_fn.inline import Inliner
 from vescale_fn.orthogonal import KERNELS as MATRIX_KERNELS
 from vescale_fn.program import Program
@@ -24,7 +25,7 @@ from vescale_fn.sharding.mesh import MeshShape
 from vescale_fn.site import Start, Wait
 from vescale_fn.text import value_text
 
-KERNELS = {**RANDOM_KERNELS, **MATRIX_KERNELS}
+KERNELS = {**RANDOM_KERNELS, **MATRIX_KERNELS, **HOST_KERNELS}
 
 _HEAD = '''"""One rank's part of a step on mesh {mesh}, with explicit collectives; the same file runs on every rank.
 

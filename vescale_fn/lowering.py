@@ -11,6 +11,7 @@ from vescale_fn.cast import WIDEN
 from vescale_fn.decompose import decompose_eqn, splice
 from vescale_fn.decompositions import ON_INTENT
 from vescale_fn.fused import RULES as UPDATE_RULES
+from vescale_fn.host import RULES as HOST_RULES
 from vescale_fn.lowered import Lowered, Request
 from vescale_fn.orthogonal import RULES as MATRIX_RULES
 from vescale_fn.partition import partition
@@ -45,8 +46,8 @@ def lower(name: str, traced: Traced, request: Request, cache_dir: Path | None = 
     """Solve, partition and optimize a traced step. `cache_dir`: a folder in which plans are kept."""
     check_keys(name, traced.graph)
     user_rules = {**registered_rules(), **request.rules}
-    own = {**UPDATE_RULES, **MATRIX_RULES, **REGION_RULES, **RANDOM_RULES, **dict.fromkeys((NAMED, WIDEN), _marks)}
-    extra = {**own, **user_rules}
+    own = {**UPDATE_RULES, **MATRIX_RULES, **HOST_RULES, **REGION_RULES, **RANDOM_RULES}
+    extra = {**own, **dict.fromkeys((NAMED, WIDEN), _marks), **user_rules}
 
     @cache
     def rule(e: Eqn) -> Rule | None:

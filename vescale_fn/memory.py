@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vescale_fn.codegen import Code, generate
 from vescale_fn.engines.lockstep import Answers, Operands
 from vescale_fn.engines.virtual import VirtualExecutable
+from vescale_fn.host import on_host
 from vescale_fn.program import Program
 from vescale_fn.sharding.graph import Var
 from vescale_fn.site import Device, Receive, Send, Site, Start, Wait
@@ -30,16 +31,19 @@ class MemoryStats:
     """Bytes of one rank during one step. Donated arguments are freed at their last use, others stay.
 
     argument: all arguments. output: results that are not arguments. peak: the most that lives at once, arguments and
-    results included. temp: the most that lives at once and is neither.
+    results included. temp: the most that lives at once and is neither. host: the most that lives at once of arguments
+    and results that the program keeps in host memory (`schedules.offload`), which the others leave out.
     """
 
     argument: int
     output: int
     temp: int
     peak: int
+    host: int = 0
 
     def __str__(self) -> str:
-        rows = (("arguments", self.argument), ("outputs", self.output), ("temporaries", self.temp), ("peak", self.peak))
+        rows = [("arguments", self.argument), ("outputs", self.output), ("temporaries", self.temp), ("peak", self.peak)]
+        rows += [("host", self.host)] if self.host else []
         return "\n".join(f"{name:<12} {n:>14,} B  {n / 2**20:>10.2f} MiB" for name, n in rows)
 
 
@@ -77,6 +81,10 @@ class Ledger:
                 most = max(most, now)
         return most
 
+    @property
+    def names(self) -> frozenset[int]:
+        return frozenset(name for name, _ in self.events)
+
     def total(self, names: frozenset[int]) -> int:
         return sum(n for name, n in self.events if name in names and n > 0)
 
@@ -104,11 +112,12 @@ def peak_bytes(program: Program, coords: Mapping[str, int]) -> MemoryStats:
     with FakeTensorMode(), device:
         inputs = [_empty(v, program, coords) for v in program.graph.inputs]
         arguments = _noted(ledger, inputs)
+        host = _of_host(ledger, program, program.graph.inputs, inputs)
         kept = [x for i, x in enumerate(inputs) if i not in program.donated]
         with _Counting(ledger):
             results = _run_alone(code, inputs, code.bind(coords, device), coords)
         outputs = _noted(ledger, results) - arguments
-        stats = _stats(ledger, arguments, outputs)
+        stats = _stats(ledger, arguments, outputs, host | _of_host(ledger, program, program.graph.outputs, results))
     del kept
     return stats
 
@@ -156,10 +165,14 @@ def measure_memory(program: Program, inputs: list[list[Any]]) -> list[MemoryStat
     constants = [code.bind(program.mesh.coords(r)) for r in ranks]
     run = _Measured(code, ranks, constants, [Ledger() for _ in ranks])
     arguments = [_noted(ledger, xs) for ledger, xs in zip(run.ledgers, inputs)]
+    host = [_of_host(ledger, program, program.graph.inputs, xs) for ledger, xs in zip(run.ledgers, inputs)]
     kept = [[x for i, x in enumerate(xs) if i not in program.donated] for xs in inputs]
     results = run(inputs)
     outputs = [_noted(ledger, xs) - a for ledger, xs, a in zip(run.ledgers, results, arguments)]
-    stats = [_stats(*of_rank) for of_rank in zip(run.ledgers, arguments, outputs)]
+    host = [
+        a | _of_host(ledger, program, program.graph.outputs, xs) for ledger, xs, a in zip(run.ledgers, results, host)
+    ]
+    stats = [_stats(*of_rank) for of_rank in zip(run.ledgers, arguments, outputs, host)]
     del kept
     return stats
 
@@ -168,12 +181,19 @@ def _noted(ledger: Ledger, xs: Sequence[Any]) -> frozenset[int]:
     return frozenset(name for x in xs if (name := ledger.note(x)) is not None)
 
 
-def _stats(ledger: Ledger, arguments: frozenset[int], outputs: frozenset[int]) -> MemoryStats:
+def _of_host(ledger: Ledger, program: Program, values: Sequence[Any], xs: Sequence[Any]) -> frozenset[int]:
+    """Of the `values` of a program, which are `xs` on a rank, those in host memory."""
+    host = on_host(program)
+    return _noted(ledger, [x for x, v in zip(xs, values) if isinstance(v, Var) and v in host])
+
+
+def _stats(ledger: Ledger, arguments: frozenset[int], outputs: frozenset[int], host: frozenset[int]) -> MemoryStats:
     return MemoryStats(
-        argument=ledger.total(arguments),
-        output=ledger.total(outputs),
-        temp=ledger.peak(arguments | outputs),
-        peak=ledger.peak(),
+        argument=ledger.total(arguments - host),
+        output=ledger.total(outputs - host),
+        temp=ledger.peak(arguments | outputs | host),
+        peak=ledger.peak(host),
+        host=ledger.peak(ledger.names - host),
     )
 
 

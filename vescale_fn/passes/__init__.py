@@ -19,6 +19,7 @@ from vescale_fn.passes.in_place import update_in_place
 from vescale_fn.passes.late import view_late
 from vescale_fn.passes.overwrite import overwrite_operands
 from vescale_fn.passes.regather import regather
+from vescale_fn.passes.turns import move_in_turn
 from vescale_fn.passes.watch import watch_values
 from vescale_fn.passes.wide import reduce_wide
 from vescale_fn.program import Program
@@ -35,6 +36,7 @@ PASSES = (
     finish_last,
     view_late,
     hide_waits,
+    move_in_turn,
     overwrite_operands,
     update_in_place,
 )
@@ -66,6 +68,7 @@ __all__ = [
     "finish_last",
     "gather_ahead",
     "hide_waits",
+    "move_in_turn",
     "optimize",
     "overwrite_operands",
     "reduce_early",

@@ -7,7 +7,7 @@ one for each transfer, the parameters whose gradients are here are updated while
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from vescale_fn.fused import IN_PLACE
@@ -34,9 +34,15 @@ def _parts(e: Eqn, arrives: Mapping[Var, int]) -> Iterator[Eqn]:
     rows: dict[int, list[int]] = defaultdict(list)
     for i in range(n):
         rows[max(arrives.get(v, -1) for v in vars_in([*scalars, *(a[i] for a in lists)]))].append(i)
+    yield from rows_of(e, list(rows.values()))
+
+
+def rows_of(e: Eqn, rows: Sequence[Sequence[int]]) -> Iterator[Eqn]:
+    """An update of lists of n tensors as updates of the i-th tensors of all lists, for i in each of `rows`."""
     if len(rows) < 2:
         yield e
         return
-    for part in rows.values():
+    n = sum(map(len, rows))
+    for part in rows:
         args = tuple(type(a)(a[i] for i in part) if isinstance(a, (list, tuple)) and a else a for a in e.args)
         yield replace(e, args=args, outs=tuple(e.outs[k + i] for k in range(0, len(e.outs), n) for i in part))
