@@ -91,6 +91,7 @@ MAKERS: dict[str, tuple[Kind, Callable[[Any], Any]]] = {
     "mixed_precision": ("loss", CAST),
     "accumulate": ("gradient function", lambda f: schedules.accumulate(f, 2)),
     "zero": ("optimizer", lambda o: schedules.zero(o, "dp", stage=2)),
+    "offload": ("optimizer", schedules.offload),
     "pjit": ("step", vf.pjit),
 }
 PLAIN: dict[Kind, Any] = {
@@ -306,7 +307,7 @@ def test_messages_of_kinds() -> None:
     )
     assert message(lambda: schedules.remat(vf.optim.sgd(lr=1.0)), TypeError) == (
         "schedules.remat transforms a loss, but was given an optimizer, sgd(lr=1.0, momentum=0.0, weight_decay=0.0). "
-        "An optimizer is transformed by schedules.zero."
+        "An optimizer is transformed by schedules.zero and schedules.offload."
     )
     assert message(lambda: schedules.zero(loss, stage=1), TypeError) == (
         "schedules.zero transforms an optimizer, but was given loss, which is none. Optimizers are made by vf.optim."

@@ -51,10 +51,18 @@ def _near(eqns: tuple[Eqn, ...], moves: Mapping[Var, Eqn]) -> Iterator[Eqn]:
             back.setdefault(e.operands[0], []).append(e)
     made = {v for e in eqns for v in e.outs}
     waiting = dict(moves)
-    for e in eqns:
-        if e.op is TO_DEVICE or (e.op is TO_HOST and e.operands[0] in made):
-            continue
-        yield from (waiting.pop(v) for v in e.reads if v in waiting)
+
+    def placed(e: Eqn) -> Iterator[Eqn]:
+        for v in e.reads:
+            if v in waiting:
+                yield from placed(waiting.pop(v))
         yield e
-        yield from (b for v in e.outs for b in back.get(v, ()))
-    yield from waiting.values()
+        for v in e.outs:
+            for b in back.get(v, ()):
+                yield from placed(b)
+
+    for e in eqns:
+        if e.op is not TO_DEVICE and not (e.op is TO_HOST and e.operands[0] in made):
+            yield from placed(e)
+    while waiting:
+        yield from placed(waiting.pop(next(iter(waiting))))
