@@ -57,7 +57,7 @@ def compare(title: str, times: tuple[Times, Times], pairs: dict[tuple[str, str],
     report(title, wall, ratios, bounds, cpu)
 
 
-def bandwidth(folder: Path, rounds: int = 7) -> None:
+def bandwidth(folder: Path, rounds: int = 5) -> None:
     values = {f"w{i}": torch.randn(1024, 4096) for i in range(12)}
     size = sum(x.nbytes for x in values.values())
     two, four = vf.make_mesh(dp=2, tp=2), vf.make_mesh(tp=4)
@@ -90,7 +90,7 @@ def bandwidth(folder: Path, rounds: int = 7) -> None:
     compare(f"loading {size / 2**20:.0f} MiB", loads, {(name, "torch.load"): None for name in others})
 
 
-def stolen(folder: Path, rounds: int = 7, steps: int = 20) -> None:
+def stolen(folder: Path, rounds: int = 5, steps: int = 16) -> None:
     """The time of so many steps, in which one save runs."""
     c = Config(layers=4, width=256, heads=4)
     loss, params = functional(c)

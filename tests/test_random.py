@@ -70,7 +70,7 @@ def test_numbers_are_addressed_by_their_index(shape: tuple[int, ...]) -> None:
 
 def test_the_counter_has_64_bits_for_the_index() -> None:
     rows, columns = 1 << 18, 1 << 18
-    last = random_bits(KEY, 0, (rows, columns), "draw", [((rows - 1, rows),), ((5, 9),)])
+    last = random_bits(KEY, 0, (rows, columns), "draw", owned=[((rows - 1, rows),), ((5, 9),)])
     first = (rows - 1) * columns + 5
     assert first // 4 > MASK
     key = (int(KEY[0]), int(KEY[1]))
@@ -93,16 +93,16 @@ def test_a_rank_draws_its_part_of_the_whole(case: tuple[dict[str, int], tuple[in
     layout, whole = bind(spec, shape, mesh), random_bits(KEY, 1, shape, "draw")
     for coords in mesh.all_coords():
         owned = [layout.intervals(d, coords) for d in range(layout.ndim)]
-        assert torch.equal(random_bits(KEY, 1, shape, "draw", owned), cut(whole, layout, coords))
+        assert torch.equal(random_bits(KEY, 1, shape, "draw", owned=owned), cut(whole, layout, coords))
 
 
 @pytest.mark.parametrize("runs", [((0, 3), (5, 6)), ((1, 2),), ((0, 2), (4, 4), (6, 9)), ()])
 def test_runs_of_any_lengths(runs: Any) -> None:
     whole = random_bits(KEY, 0, (9, 5), "draw")
     index = [i for a, b in runs for i in range(a, b)]
-    assert torch.equal(random_bits(KEY, 0, (9, 5), "draw", [runs, ((0, 5),)]), whole[index])
+    assert torch.equal(random_bits(KEY, 0, (9, 5), "draw", owned=[runs, ((0, 5),)]), whole[index])
     whole = random_bits(KEY, 0, (5, 9), "draw")
-    assert torch.equal(random_bits(KEY, 0, (5, 9), "draw", [((1, 4),), runs]), whole[1:4, index])
+    assert torch.equal(random_bits(KEY, 0, (5, 9), "draw", owned=[((1, 4),), runs]), whole[1:4, index])
 
 
 @pytest.mark.parametrize("n", [3, 70_001])
@@ -110,7 +110,7 @@ def test_a_batch_of_keys_draws_for_each(n: int) -> None:
     keys = vf.random.split(KEY, 6).reshape(2, 3, 2)
     drawn = random_bits(keys, 0, (n,), "draw")
     assert all(torch.equal(drawn[i, j], random_bits(keys[i, j], 0, (n,), "draw")) for i in (0, 1) for j in range(3))
-    part = random_bits(keys, 0, (n,), "draw", [((1, n),)])
+    part = random_bits(keys, 0, (n,), "draw", owned=[((1, n),)])
     assert torch.equal(part, drawn[..., 1:])
 
 

@@ -12,7 +12,7 @@ from test_package import ROOT, sources
 # In order: a module imports from its own layer and from those before it. A name stands for what it contains, too.
 LAYERS = {
     "sharding": "sharding",
-    "values": "names program errors tree mesh shardings array array_text random.errors random.philox",
+    "values": "names program errors tree mesh shardings array array_text random.errors random.forms random.philox",
     "trace": "tracing trace trace_errors trace_modes indexing ambient source functional strided effects fx_graph "
     "dead_code interpret decompositions decompositions_norm remat cast primitives debug debug_print subprogram form "
     "loop split halves stage random regions",

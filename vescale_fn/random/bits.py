@@ -1,7 +1,8 @@
-"""Random bits as an operation: one opaque node of a trace, under every transform of torch.func.
+"""Random numbers as an operation: one opaque node of a trace, under every transform of torch.func.
 
-`random_bits(key, draw, shape, stream)` and `fold_in(key, data)` take a key, or a batch of keys as vmap makes it, with
-one result for each. `KERNELS` maps both to functions that need only torch; `RULES` says how they may be sharded.
+`random_bits(key, draw, shape, stream, form, dtype)` and `fold_in(key, data)` take a key, or a batch of keys as vmap
+makes it, with one result for each. `KERNELS` maps both to functions that need only torch; `RULES` says how they may be
+sharded.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def _define(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tens
 
 
 RANDOM_BITS = _define(
-    "random_bits(Tensor key, int draw, int[] shape, str stream) -> Tensor",
+    "random_bits(Tensor key, int draw, int[] shape, str stream, str form, ScalarType dtype) -> Tensor",
     philox.random_bits,
-    lambda key, draw, shape, stream: key.new_empty([*key.shape[:-1], *shape], dtype=torch.int32),
+    lambda key, draw, shape, stream, form, dtype: key.new_empty([*key.shape[:-1], *shape], dtype=dtype),
 )
 FOLD_IN = _define("fold_in(Tensor key, Tensor data) -> Tensor", philox.fold_in, lambda key, data: torch.empty_like(key))
 
@@ -41,12 +42,12 @@ RULES: dict[Any, Entry] = {RANDOM_BITS: drawn, FOLD_IN: folded}
 
 
 class RandomBits(torch.autograd.Function):
-    """Random bits have no derivative, and under vmap each key of a batch draws its own."""
+    """Random numbers have no derivative, and under vmap each key of a batch draws its own."""
 
     @staticmethod
-    def forward(key: Tensor, draw: int, shape: Sequence[int], stream: str) -> Tensor:
-        bits: Tensor = RANDOM_BITS(key, draw, list(shape), stream)
-        return bits
+    def forward(key: Tensor, draw: int, shape: Sequence[int], *how: Any) -> Tensor:
+        drawn: Tensor = RANDOM_BITS(key, draw, list(shape), *how)
+        return drawn
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -54,17 +55,15 @@ class RandomBits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, None, None, None
+        return (None,) * 6
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         return None
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: Sequence[int | None], key: Tensor, draw: int, shape: Sequence[int], stream: str
-    ) -> Any:
-        return RandomBits.apply(key.movedim(in_dims[0] or 0, 0), draw, shape, stream), 0  # type: ignore[no-untyped-call]
+    def vmap(info: Any, in_dims: Sequence[int | None], key: Tensor, *how: Any) -> Any:
+        return RandomBits.apply(key.movedim(in_dims[0] or 0, 0), *how), 0  # type: ignore[no-untyped-call]
 
 
 class FoldIn(torch.autograd.Function):
@@ -95,9 +94,11 @@ class FoldIn(torch.autograd.Function):
         return FoldIn.apply(*operands), 0  # type: ignore[no-untyped-call]
 
 
-def random_bits(key: Any, draw: int, shape: Sequence[int], stream: str) -> Any:
-    """32 random bits for each element of `shape`, int32, under any transform, in a trace and outside."""
-    return _applied(RandomBits, random_bits, key, draw, tuple(shape), stream)
+def random_bits(
+    key: Any, draw: int, shape: Sequence[int], stream: str, form: str = "bits", dtype: torch.dtype = torch.int32
+) -> Any:
+    """A random number for each element of `shape`, by default 32 bits, under any transform, in a trace and outside."""
+    return _applied(RandomBits, random_bits, key, draw, tuple(shape), stream, form, dtype)
 
 
 def fold_key(key: Any, data: Any) -> Any:

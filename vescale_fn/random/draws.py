@@ -147,9 +147,10 @@ def truncated_normal(
     if not lower < upper:
         raise ValueError(errors.bad_bounds(lower, upper))
     below, above = (math.erf(bound / math.sqrt(2)) for bound in (lower, upper))
-    u = uniform_of(_source("truncated_normal", key), shape_of(shape), torch.float64, below, above)
+    u = _source("truncated_normal", key).numbers(shape_of(shape), "unit", torch.float64)
     most = 1 - torch.finfo(torch.float64).eps
-    return (torch.erfinv(u.clamp(-most, most)) * math.sqrt(2)).to(dtype).clamp(lower, upper)
+    x = (u * (above - below) + below).clamp(max(below, -most), min(above, most))
+    return (torch.erfinv(x) * math.sqrt(2)).to(dtype).clamp(lower, upper)
 
 
 def bernoulli(key: Any, p: float | Tensor = 0.5, shape: Shape | None = None) -> Any:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensor
 
+from vescale_fn.random.forms import make_numbers, words_per_number
+
 Tensor = torch.Tensor
 Runs = tuple[tuple[int, int], ...]
 Word = Tensor | int
@@ -28,7 +30,7 @@ MASK = 0xFFFFFFFF
 # What a key is used for. Streams share no counter: splitting a key, say, takes nothing from what is drawn with it.
 STREAMS = {"draw": 0, "split": 1, "fold": 2, "ambient": 3, "loop": 4}
 
-CACHED = 1 << 14  # blocks at a time on a CPU: the six buffers of a chunk stay in its cache
+CACHED = 1 << 15  # blocks at a time on a CPU: most of what a chunk uses stays in its cache
 LAUNCHED = 1 << 20  # and elsewhere, where each operation is a launch
 TABLE = 1 << 16  # lines whose starts are kept in a table
 
@@ -71,29 +73,36 @@ def fold_in(key: Tensor, data: Tensor) -> Tensor:
 
 
 def random_bits(
-    key: Tensor, draw: int, shape: Sequence[int], stream: str, owned: Sequence[Runs] | None = None
+    key: Tensor,
+    draw: int,
+    shape: Sequence[int],
+    stream: str,
+    form: str = "bits",
+    dtype: torch.dtype = torch.int32,
+    owned: Sequence[Runs] | None = None,
 ) -> Tensor:
-    """32 random bits for each element, int32.
+    """A random number for each element, by default 32 bits.
 
     key: int64 [..., 2]; each key makes a tensor of its own, and their dims lead in the result.
-    shape: of the whole draw. owned: the runs of global positions to be made of each dim, by default all.
+    shape: of the whole draw. form: what the words become, see `FORMS`. dtype: of the result.
+    owned: the runs of global positions to be made of each dim, by default all.
 
     >>> key = torch.tensor([0, 7])
     >>> whole = random_bits(key, 0, (4, 6), "draw")
-    >>> part = random_bits(key, 0, (4, 6), "draw", [((1, 3),), ((0, 2), (4, 6))])
+    >>> part = random_bits(key, 0, (4, 6), "draw", owned=[((1, 3),), ((0, 2), (4, 6))])
     >>> torch.equal(part, whole[1:3, [0, 1, 4, 5]])
     True
     """
     runs = [((0, n),) for n in shape] if owned is None else list(owned)
     local = [sum(stop - start for start, stop in r) for r in runs]
-    keys = key.reshape(-1, 2)
-    out = torch.empty((len(keys), math.prod(local)), dtype=torch.int32, device=key.device)
+    keys, per = key.reshape(-1, 2), words_per_number(form, dtype)
+    out = torch.empty((len(keys), math.prod(local)), dtype=dtype, device=key.device)
     if out.numel() and not isinstance(out, FakeTensor):  # which counts memory, and has no bits
-        base, digits, length = _lines(shape, runs)
+        base, digits, length = _lines((*shape, per), [*runs, ((0, per),)])
         where = _merged([_offsets(*digit, key.device) for digit in digits])
         lines = math.prod(map(len, where))
         straight = base % 4 == 0 and all(_starts_blocks(*digit) for digit in digits)
-        _fill(out.view(len(keys) * lines, length), keys, (draw, STREAMS[stream]), base, where, straight)
+        _fill(out.view(len(keys) * lines, length // per), keys, (draw, STREAMS[stream]), base, where, straight, form)
     return out.view((*key.shape[:-1], *local))
 
 
@@ -143,13 +152,14 @@ def _merged(digits: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _fill(
-    out: Tensor, keys: Tensor, high: tuple[int, int], base: int, digits: Sequence[Tensor], straight: bool
+    out: Tensor, keys: Tensor, high: tuple[int, int], base: int, digits: Sequence[Tensor], straight: bool, form: str
 ) -> None:
-    """Fill lines [keys x lines, length], as many at a time as fit in the cache, or pieces of one line.
+    """Fill lines [keys x lines, numbers], as many at a time as fit in the cache, or pieces of one line.
 
     high: the upper words of the counter. straight: whether every line starts with a block.
     """
-    length, lines = out.shape[1], len(out) // len(keys)
+    per = words_per_number(form, out.dtype)
+    length, lines = out.shape[1] * per, len(out) // len(keys)
     chunk = _chunk(out.device)
     piece = min(length, 4 * chunk)
     blocks = (piece + 3) // 4 if straight else (piece + 6) // 4
@@ -164,13 +174,13 @@ def _fill(
         key = _key_words(keys, which)
         for at in range(0, length, piece):
             some, n = buffers[:, : len(number)], min(piece, length - at)
-            part = out[line : line + group, at : at + n]
+            part = out[line : line + group, at // per : (at + n) // per]
             first = starts + at if at else starts
-            exact = straight and n == 4 * blocks and part.is_contiguous()
+            exact = form == "bits" and straight and n == 4 * blocks and part.is_contiguous()
             target = part.view(len(number), blocks, 4) if exact else words[: len(number)]
             _blocks(target, (first >> 2).unsqueeze(1) + step, key, high, some)
             if not exact:
-                part.copy_(_shifted(target.flatten(1), None if straight else first & 3, n))
+                make_numbers(form, _shifted(target.flatten(1), None if straight else first & 3, n), part)
 
 
 def _chunk(device: torch.device) -> int:

@@ -161,19 +161,23 @@ def resumed(fn: Callable[..., R]) -> Callable[..., R]:
 # ---- replays
 
 
-class _Bits(Scope):  # type: ignore[no-untyped-call]
-    """Bits in place of `torch.randint`, in the shape that torch.vmap has given it."""
+class _Replay(Scope):  # type: ignore[no-untyped-call]
+    """Numbers of a form in place of `torch.randint`, in the shape that torch.vmap has given it."""
+
+    def __init__(self, key: Any, draw: int, form: str, dtype: torch.dtype) -> None:
+        super().__init__(key, draw)
+        self.how = form, dtype
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.randint.default:
-            return self.next().bits(args[1])
+            return self.next().numbers(args[1], *self.how)
         return func(*args, **(kwargs or {}))
 
 
-def again(key: Tensor, draw: int, shape: Sequence[int], stream: str) -> Any:
-    """The bits of a recorded draw, in a program that is transformed again. Whether the examples of torch.vmap differ in
-    what a scope draws is for `randomness=` to say, so an operation of torch that draws asks it."""
+def again(key: Tensor, draw: int, shape: Sequence[int], stream: str, form: str, dtype: torch.dtype) -> Any:
+    """The numbers of a recorded draw, in a program that is transformed again. Whether the examples of torch.vmap differ
+    in what a scope draws is for `randomness=` to say, so an operation of torch that draws asks it."""
     if stream != AMBIENT:
-        return random_bits(key, draw, shape, stream)
-    with _Bits(key, draw):
-        return torch.randint(2, tuple(shape), dtype=torch.int32)
+        return random_bits(key, draw, shape, stream, form, dtype)
+    with _Replay(key, draw, form, dtype):
+        return torch.randint(2, tuple(shape), dtype=dtype)
