@@ -61,6 +61,20 @@ def no_mesh_to_put_on() -> str:
     )
 
 
+def put_in_region(what: str, region: str) -> str:
+    return (
+        f"{what}: in the region of {region}, a rank holds its part of a value and can place no other. Write the "
+        "collective, as in vf.reshard(x, 'b/dp d -> b d'), or place the value before the region."
+    )
+
+
+def put_in_trace(what: str, function: str) -> str:
+    return (
+        f"{what}: {function} is being traced, and its values have no place yet. Write vf.reshard(x, spec), which says "
+        "where a value is to live; or place it before the call."
+    )
+
+
 def nothing_to_make(what: str, mesh: object) -> str:
     return f"{what}: mesh {mesh} is abstract and holds no parts. Use vf.device_put with a vf.ShapeDtype."
 

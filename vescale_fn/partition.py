@@ -118,9 +118,10 @@ class _Partitioner:
             return localize_region(ctx, local.args)
         handler = HANDLERS.get(e.op)
         if handler is None or (e.outs and not (ctx.letters or _has_state(ctx))):
-            # A body was traced on contiguous tensors; what it is given need not be.
-            strided = self.is_body and e.op is torch.ops.aten.view.default
-            return ctx.emit(torch.ops.aten.reshape.default if strided else e.op, local.args, local.kwargs)
+            # A body, or a region, was traced on contiguous tensors; what it is given need not be.
+            strided = self.is_body or any(MANUAL in x.states for x in ctx.ins)
+            views = strided and e.op is torch.ops.aten.view.default
+            return ctx.emit(torch.ops.aten.reshape.default if views else e.op, local.args, local.kwargs)
         return handler(ctx, local.args, local.kwargs)
 
     def sub_program(self, e: Eqn) -> Scan | Call:

@@ -23,7 +23,7 @@ from vescale_fn.debug import current_debug
 from vescale_fn.loaded import CallForm, Loaded
 from vescale_fn.lowered import Keep, Lowered
 from vescale_fn.sharding.mesh import Mesh
-from vescale_fn.tracing import Traced, current_trace
+from vescale_fn.tracing import REGION, Traced, current_trace
 from vescale_fn.tree import flatten
 from vescale_fn.variety import Variety
 
@@ -90,7 +90,7 @@ class Jitted(Generic[P, R]):
         self._calls = 0
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if _disabled.get() or current_trace() is not None:
+        if _disabled.get() or current_trace() is not None or REGION.get() is not None:
             return self.fn(*args, **kwargs)
         return self.run(args, kwargs)
 

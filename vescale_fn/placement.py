@@ -13,7 +13,7 @@ from vescale_fn.array import Array, ArrayType
 from vescale_fn.sharding.layout import Layout
 from vescale_fn.sharding.mesh import Mesh
 from vescale_fn.shardings import NamedSharding, layouts_for, part_index
-from vescale_fn.tracing import ShapeDtype
+from vescale_fn.tracing import REGION, ShapeDtype, current_trace
 from vescale_fn.tree import flatten, flatten_with_paths, unflatten
 
 
@@ -54,6 +54,7 @@ def device_put(tree: Any, specs: Any = None, mesh: Mesh | None = None, *, may_al
     >>> vf.device_put({"w": torch.ones(4, 6)}, {"w": "d f/tp"}, mesh)["w"].addressable_shards[0].data.shape
     torch.Size([4, 3])
     """
+    _check_nothing_runs("vf.device_put")
     paths, leaves, treedef = flatten_with_paths(tree)
     mesh = mesh or _mesh_among([*flatten(specs)[0], *leaves])
     values = [_value(x, path, mesh) for x, path in zip(leaves, paths)]
@@ -63,6 +64,15 @@ def device_put(tree: Any, specs: Any = None, mesh: Mesh | None = None, *, may_al
         for x, (layout, spec) in zip(values, placed, strict=True)
     ]
     return unflatten(treedef, out)
+
+
+def _check_nothing_runs(what: str) -> None:
+    """Raise inside a region, and inside a step: what they compute is nobody's to place."""
+    region, trace = REGION.get(), current_trace()
+    if region is not None:
+        raise ValueError(errors.put_in_region(what, region.name))
+    if trace is not None:
+        raise ValueError(errors.put_in_trace(what, trace.fn_name))
 
 
 def _mesh_among(values: list[Any]) -> Mesh:
@@ -118,6 +128,7 @@ def local_put(tree: Any, specs: Any, mesh: Mesh, **sizes: int) -> Any:
     >>> vf.local_put(torch.ones(4, 2), "b/dp d", vf.make_mesh(dp=2)).shape
     torch.Size([4, 2])
     """
+    _check_nothing_runs("vf.local_put")
     leaves, treedef = flatten(tree)
     tensors = [torch.as_tensor(x) for x in leaves]
     # Bound to a shape that everything divides, the specs say which part of each dim this process holds.

@@ -58,6 +58,10 @@ class Traced:
 CURRENT: ContextVar[Trace | None] = ContextVar("vescale_fn_trace", default=None)
 
 
+# The region of a shard_map under way, which may run at once, outside any trace; see `regions.region`.
+REGION: ContextVar[Any] = ContextVar("vescale_fn_region", default=None)
+
+
 def current_trace() -> Trace | None:
     """The trace under way, if any."""
     return CURRENT.get()

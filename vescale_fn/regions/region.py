@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,6 +23,7 @@ from vescale_fn.regions.marks import mark, states_of
 from vescale_fn.regions.states import I, States, U, join
 from vescale_fn.sharding.graph import Call, Scan, Source
 from vescale_fn.sharding.mesh import Mesh, MeshShape
+from vescale_fn.tracing import REGION
 from vescale_fn.tree import map_tensors
 
 
@@ -61,12 +61,10 @@ class Region:
         return {**outside, **dict(zip(self.axes.names, self.axes.sizes))}
 
 
-_current: ContextVar[Region | None] = ContextVar("vescale_fn_region", default=None)
-
-
 def current_region() -> Region | None:
     """The innermost region under way, if any."""
-    return _current.get()
+    region: Region | None = REGION.get()
+    return region
 
 
 @contextlib.contextmanager
@@ -74,7 +72,7 @@ def inside(region: Region | None) -> Iterator[None]:
     """Inside, `region` is under way, and casts are inserted."""
     from vescale_fn.regions.casts import InsertCasts  # which asks for the region under way
 
-    token = _current.set(region)
+    token = REGION.set(region)
     try:
         with contextlib.ExitStack() as stack:
             if region is not None:
@@ -83,7 +81,7 @@ def inside(region: Region | None) -> Iterator[None]:
                 stack.enter_context(InsertCasts(region))
             yield
     finally:
-        _current.reset(token)
+        REGION.reset(token)
 
 
 class Spread(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -137,7 +135,7 @@ def note_sub_program(op: Scan | Call, operands: Sequence[Any], results: Sequence
 
 def _axes(found: Sequence[States]) -> dict[str, None]:
     """The manual axes of the region under way, and of these states, in the same order in every run."""
-    region = _current.get()
+    region = current_region()
     return dict.fromkeys([*(region.manual if region else ()), *(a for states in found for a in states)])
 
 
