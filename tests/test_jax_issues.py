@@ -307,6 +307,31 @@ def test_19720_no_axes_and_negative_dims_mean_the_same_everywhere() -> None:
     same_bits(both(from_front, x, mesh=PAIR), both(from_back, x, mesh=PAIR))
 
 
+def test_15905_vmap_of_a_collective_along_an_axis_and_a_batch_that_is_cut() -> None:
+    """The batch lies on one axis, the collective goes along another: each example has its own sum, also gathered."""
+    f = mapped(
+        lambda x: vf.all_gather(vf.psum_scatter(x, "x", tiled=True), "x", tiled=True, to="invarying"), "b/x", "b"
+    )
+    g = mapped(lambda xs: vmap(lambda x: vf.psum(x, "x"))(xs), "n/y b/x", "n/y b")
+    x = count(3, 8)
+    expected = x.reshape(3, 2, 4).sum(1)
+    same_bits(both(vmap(f), x), expected)
+    same_bits(both(g, x), expected)
+
+
+@pytest.mark.parametrize(("split", "concat"), [(0, 0), (0, 1), (1, 0), (1, 1), (-1, 0)])
+@pytest.mark.parametrize("axes", ["x", ("x", "y"), ("y", "x")], ids=str)
+def test_5861_an_all_to_all_of_any_two_dims(split: int, concat: int, axes: Any) -> None:
+    """There and back again is the identity, whatever the dims and axes."""
+
+    def body(t: Tensor) -> Tensor:
+        there = vf.all_to_all(t, axes, split, concat, tiled=True)
+        return vf.all_to_all(there, axes, concat, split, tiled=True)
+
+    x = count(36, 6)
+    same_bits(both(mapped(body, "a/(x y) b", "a/(x y) b"), x), x)
+
+
 @pytest.mark.parametrize("tiled", [True, False])
 def test_19709_shapes_of_an_all_to_all_that_do_not_fit(tiled: bool) -> None:
     f = mapped(lambda t: vf.all_to_all(t, "x", 1, 0, tiled=tiled), "a/x b", "a/x ...", LINE)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.func import grad
+from torch.func import grad, vjp
 
 import vescale_fn as vf
 
@@ -24,6 +24,21 @@ def block(x: Tensor, params: Any = None) -> Tensor:
 def run(f: Callable[..., Any], in_specs: Any, out_specs: Any, *args: Any, **options: Any) -> Any:
     options.setdefault("mesh", mesh)
     return vf.shard_map(f, in_specs=in_specs, out_specs=out_specs, **options)(*args)
+
+
+def kept_for_another(x: Tensor) -> Any:
+    kept: list[Tensor] = []
+    run(lambda x: kept.append(x) or x, "b/dp s", "b/dp s", x)
+    return run(block, "b/dp s", "b/dp s", kept[0])
+
+
+def by_hand(x: Tensor) -> Tensor:
+    """The cotangent of a sum, which is invarying, made from what varies."""
+    return vjp(lambda t: vf.psum(t, "dp"), x)[1](x)[0]
+
+
+def sent(x: Tensor, counts: Tensor) -> Tensor:
+    return vf.ragged_all_to_all(x, x, counts, counts, counts, counts, "dp")
 
 
 MESSAGES: list[tuple[Callable[[], Any], str]] = [
@@ -264,12 +279,41 @@ MESSAGES: list[tuple[Callable[[], Any], str]] = [
         "The value of bool[] {V: dp} differs between the ranks along 'dp', so Python cannot read one number of "
         "it. Use torch.where in place of a branch, or reduce it first: vf.psum(x, 'dp').",
     ),
+    (
+        lambda: run(lambda x: vf.reshard(x, "b s -> b/dp s"), "b/dp s", "b/dp s", x),
+        "vf.reshard: 'b s -> b/dp s' takes this rank's slice of a value that all ranks along 'dp' hold, but the value "
+        "is varying over 'dp'. For the slice of a sum, write {sum: dp} on the left.",
+    ),
+    (
+        lambda: run(lambda x: vf.reshard(x, "b/tp s"), "b/dp s", "b/dp s", x),
+        "vf.reshard: 'b/tp s' names 'tp', which is manual here: a rank cannot ask for a layout along it. Write the "
+        "collective as a pattern, 'before -> after', or leave the axis out.",
+    ),
+    (
+        lambda: run(lambda x: vf.all_gather(x, axis=0), "b s", "b s", x),
+        "vf.all_gather: axis=0 is a number. 'axis' always is a mesh axis; a tensor dimension is called 'dim': write "
+        "dim=0, and name the mesh axis.",
+    ),
+    (
+        lambda: vf.pjit(kept_for_another, mesh=mesh)(x),
+        "A value of a region over ('dp', 'tp') would enter such a region again: it was kept from one call of a "
+        "shard_map for another. Return it with an out_spec, and pass it with an in_spec.",
+    ),
+    (
+        lambda: vf.pjit(lambda x: run(by_hand, "b/dp s", "b/dp s", x), mesh=mesh)(x),
+        "vescale_fn.cast: the value is varying over 'dp', where invarying is needed. A cast was missed: if a cotangent "
+        "was made by hand, cast it to the state of what it belongs to, vf.pcast(ct, 'dp', to=...).",
+    ),
+    (
+        lambda: torch.vmap(lambda n: run(lambda x: sent(x, n), "b/dp s", "b/dp s", x))(torch.ones(3, 2).long()),
+        "vf.ragged_all_to_all: offsets and sizes cannot be mapped by torch.vmap. Map the rows only, or loop.",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("wrong", "message"), MESSAGES)
 def test_message(wrong: Callable[[], Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError)) as error:
+    with pytest.raises((ValueError, TypeError, NotImplementedError)) as error:
         wrong()
     assert str(error.value).partition("\n  at ")[0] == message
 

@@ -22,6 +22,23 @@ def test_processes_equal_virtual_ranks(pool: Pool, processes: int, ranks: int) -
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("name", tasks.GROUPS)
+def test_a_sample_of_every_group(pool: Pool, name: str, processes: int) -> None:
+    """At once and as programs, as on virtual ranks."""
+    expected = tasks.group(0, 1, name)
+    for found in pool.run(tasks.group, name, processes=processes):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+def test_a_collective_fewer_is_refused(pool: Pool, lowered: bool) -> None:
+    said = pool.run(tasks.one_fewer, lowered, processes=2)
+    assert all(s.startswith("PeerError: ") for s in said), said
+    assert any("Processes of one mesh run different programs" in s for s in said)
+
+
 def test_collectives_in_another_order_are_refused(pool: Pool) -> None:
     said = pool.run(tasks.other_order, processes=2)
     assert all(s.startswith("PeerError: ") for s in said), said
